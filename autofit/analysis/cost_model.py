@@ -571,8 +571,8 @@ def _block_diagonal(one: Array, other: Array) -> Array:
 def _compile_seconds(finished: Sequence[TrialRecord], facts: Facts) -> Array:
     """Return the seconds to compile under each level.
 
-    These are the most that the last plan with one such level took, or else what its strategy
-    expects. Later measurements of a plan find compiled code in a cache.
+    Of a plan's measurements, the slowest compilation counts: later ones find compiled code in a
+    cache. Without a measurement, the strategy's expectation counts.
     """
     seconds = {(s.name, level.name): s.expected_setup(level.name, facts) for s, level in EFFECTS}
     for trial in finished:

@@ -52,6 +52,8 @@ STRUCTURE: dict[str, Callable[[Model], object]] = {
     "an attribute has another name": delete_and_set,
     "a forward hook": lambda m: m.second.register_forward_hook(lambda *_: None),
     "another forward hook": another_hook,
+    "a number where an object was": lambda m: setattr(m, "act", 2),
+    "an object where nothing was": lambda m: setattr(m, "last", m.twice),
     "a backward hook": lambda m: m.register_full_backward_hook(lambda *_: None),
     "a hook on a gradient": lambda m: m.first.weight.register_hook(lambda g: g),
     "a hook after a gradient": lambda m: m.first.bias.register_post_accumulate_grad_hook(print),
@@ -106,9 +108,23 @@ def test_a_module_is_not_held() -> None:
     alive = weakref.ref(model)
     watch = ModuleWatch(alive)
     watch.look()
+    assert watch.attributes is watch.attributes
     assert {type(each) for each in watch.modules} >= {Model, nn.Linear, nn.BatchNorm1d}
     del model
     gc.collect()
     assert alive() is None
     watch.look()
     assert watch.modules == []
+
+
+def test_an_activation_is_not_held() -> None:
+    model = Model()
+    watch = ModuleWatch(lambda: model)
+    watch.look()
+    model.last = torch.ones(2)
+    watch.look()
+    activation, version = weakref.ref(model.last), watch.version
+    model.last = torch.ones(2)
+    assert activation() is None
+    watch.look()
+    assert watch.version == version, "another tensor decides nothing"

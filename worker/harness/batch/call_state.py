@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 import torch
 
-from autofit.worker.harness.batch.early_gradients import marks
 from autofit.worker.harness.batch.loss_scale import LossScale
+from autofit.worker.harness.patching.gradient_reads import marks
 
 
 class Rows(Enum):

@@ -16,14 +16,16 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState, Rows
-from autofit.worker.harness.batch.early_gradients import EarlyGradients, Marks, marks
+from autofit.worker.harness.batch.early_gradients import EarlyGradients
 from autofit.worker.harness.batch.late_output import CHANGED as CHANGED_BEFORE_USE
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.late_rows import LateRows, is_large, outline, stand_in
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
 from autofit.worker.harness.batch.loss_scale import equal_factors, equal_kind
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
+from autofit.worker.harness.patching.gradient_reads import Marks, marks
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.torch_state.graph import nodes_made
 from autofit.worker.harness.torch_state.host_saved import copy_on_host, saved_on_host
 from autofit.worker.harness.torch_state.module_state import Attributes, FirstCallUpdates
 from autofit.worker.harness.torch_state.pytree import flatten
@@ -289,12 +291,12 @@ class ChunkedCall:
         # Without gradients of earlier calls there is nothing to note.
         self.owner.state.begin_chunk(self.parameters if self._adds else ())
         graph = eager or cut == self._cuts[-1]
-        made = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        made = nodes_made()
         with torch.set_grad_enabled(graph):
             leaves, outputs = self._forward(cut)
         if graph:
             self._tracked = [i for i, out in enumerate(outputs) if _needs_gradient(out)]
-            self._recognize(outputs, torch.autograd._get_sequence_nr() - made)  # type: ignore[attr-defined]
+            self._recognize(outputs, nodes_made() - made)
             if not eager:
                 self._graph = ChunkGraph(cut, leaves, list(outputs))
         kept = self._without_late([without_graph(out) for out in outputs], cut)

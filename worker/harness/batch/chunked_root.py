@@ -170,7 +170,7 @@ class ChunkedRoot:
         self._structure = self._watch.structure
         modules = self._watch.modules
         self.own = _distinct(each._parameters for each in modules)
-        self._all_buffers = _distinct(each._buffers for each in modules)
+        self._all_buffers = self._buffers = _distinct(each._buffers for each in modules)
         found = [parameter for parameter in self.own if parameter.requires_grad]
         if [id(p) for p in found] != [id(p) for p in self.parameters]:
             self.remove()

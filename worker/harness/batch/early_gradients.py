@@ -19,18 +19,9 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
+from autofit.worker.harness.patching.gradient_reads import marks
 
 CHANGED = "the script changed gradients between the model's forward and its backward"
-PLAIN_GRAD: Any = torch.Tensor.grad
-
-Marks = list[tuple[int, int] | None]
-"""Identity and version of each gradient; ``None`` without one."""
-
-
-def marks(parameters: Sequence[torch.Tensor]) -> Marks:
-    """Return the marks of the gradients of ``parameters``; no listener notices."""
-    found = (PLAIN_GRAD.__get__(each) for each in parameters)
-    return [None if each is None else (id(each), each._version) for each in found]
 
 
 class EarlyGradients:

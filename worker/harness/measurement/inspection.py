@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -34,6 +33,7 @@ from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.timeline import timeline
 from autofit.worker.harness.measurement.trial import GRACE, TrialOver
 from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.patching.gradient_reads import gradient_of
 from autofit.worker.harness.session.call_runner import OUTSIDE
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
@@ -49,9 +49,6 @@ from autofit.worker.records.trials import (
     PlanStarted,
     Shortage,
 )
-
-PLAIN_GRAD: Any = torch.Tensor.grad
-"""Reads ``.grad`` unnoticed: autofit takes other reads for the script's own."""
 
 
 class InspectedRun(Session):
@@ -256,8 +253,7 @@ class InspectedRun(Session):
 
     def _mark_gradients(self) -> None:
         for path, parameter in self._owners():
-            gradient = PLAIN_GRAD.__get__(parameter)
-            self._log.mark(gradient, Kind.GRADIENTS, path)
+            self._log.mark(gradient_of(parameter), Kind.GRADIENTS, path)
 
     def _mark_state(self, optimizer: Optimizer) -> None:
         paths = {id(parameter): path for path, parameter in self._owners()}

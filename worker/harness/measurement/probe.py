@@ -29,6 +29,7 @@ from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import Deferred
 from autofit.worker.harness.batch.layout import Batch, Layout
+from autofit.worker.harness.patching.gradient_reads import gradient_of
 from autofit.worker.harness.patching.observers import Seams, plain_backward
 from autofit.worker.harness.patching.optimizers import Optimizers
 from autofit.worker.harness.session.root import HarnessRoot
@@ -41,7 +42,6 @@ from autofit.worker.oom.attempt import attempt_model, is_shortage
 from autofit.worker.oom.classifier import classify
 from autofit.worker.records.trials import Measurement, OutOfMemory
 
-PLAIN_GRAD: Any = torch.Tensor.grad
 NO_OUTPUT = "no output of the model has a gradient"
 LOOSE = 1.1
 """If the allocator holds so many times the bytes of tensors, a chunk runs once more."""
@@ -268,7 +268,7 @@ class Prober:
     def _step(self) -> StepCost:
         meter = self._meter
         for parameter in self._parameters:
-            if (gradient := _gradient(parameter)) is not None:
+            if (gradient := gradient_of(parameter)) is not None:
                 gradient.zero_()
         meter.synchronize()
         meter.reset()
@@ -326,13 +326,7 @@ class Shortage(Exception):
 
 def has_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether one of ``parameters`` has a gradient; the script's session does not notice."""
-    return any(_gradient(each) is not None for each in parameters)
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return ``.grad`` unnoticed: other reads are taken for the script's own."""
-    found: torch.Tensor | None = PLAIN_GRAD.__get__(parameter)
-    return found
+    return any(gradient_of(each) is not None for each in parameters)
 
 
 def _detached(leaf: Any) -> Any:

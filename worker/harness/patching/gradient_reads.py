@@ -6,7 +6,7 @@ subclass: a property of the same name there takes precedence while somebody list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,21 @@ from autofit.strategies.base import Undo
 from autofit.worker.harness.patching.patches import Patches
 
 Listener = Callable[[nn.Parameter], None]
+Marks = list[tuple[int, int] | None]
+"""Identity and version of each gradient; ``None`` without one."""
+_plain: Any = torch.Tensor.grad
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return ``.grad``; no listener notices."""
+    found: torch.Tensor | None = _plain.__get__(parameter)
+    return found
+
+
+def marks(parameters: Sequence[torch.Tensor]) -> Marks:
+    """Return the marks of the gradients of ``parameters``; no listener notices."""
+    found = map(gradient_of, parameters)
+    return [None if each is None else (id(each), each._version) for each in found]
 
 
 class GradientReads:

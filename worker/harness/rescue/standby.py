@@ -34,6 +34,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.chunked_root import ChunkedRoot
 from autofit.worker.harness.batch.layout import Batch, Layout
+from autofit.worker.harness.patching.gradient_reads import Marks, marks
 from autofit.worker.harness.patching.observers import Seams, inside
 from autofit.worker.harness.torch_state.graph import (
     Edge,
@@ -234,7 +235,7 @@ class Standby:
     def backward(self, tensors: Any, run: Callable[[], None], *, keeps_graph: bool) -> None:
         """Run the script's backward pass; finish it in chunks if memory runs out."""
         self._unusual |= keeps_graph
-        before = beside(self._gradients, None, LOST)
+        before = beside(lambda: marks(self._leaves), None, LOST)
         calls: list[PlainCall] = []
         failure = None
         self._running = calls
@@ -257,24 +258,19 @@ class Standby:
             if not keeps_graph:
                 call.batch = None
 
-    def _gradients(self) -> list[tuple[torch.Tensor | None, int]]:
-        """Return each parameter's gradient and its version."""
-        gradients = [leaf.grad for leaf in self._leaves]
-        return [(grad, 0 if grad is None else grad._version) for grad in gradients]
-
     def _finish_in_chunks(
         self,
         tensors: Any,
         calls: Sequence[PlainCall],
-        before: Sequence[tuple[torch.Tensor | None, int]],
+        before: Marks,
         error: BaseException,
     ) -> None:
         """Compute the missing gradients into ``.grad``; raise ``Refused`` if some are lost."""
         traceback.clear_frames(error.__traceback__)
         graph = Graph(tensors)
         self._refuse_unless_complete(graph, calls)
-        pairs = zip(self._leaves, before, strict=True)
-        missing = {id(leaf) for leaf, then in pairs if not _changed(leaf, *then)}
+        changes = zip(self._leaves, before, marks(self._leaves), strict=True)
+        missing = {id(leaf) for leaf, then, now in changes if then == now}
         graph.release()
         gc.collect()
         for call in calls:
@@ -412,8 +408,3 @@ def _tensors_first(output: Any) -> int:
 
 def _needs_gradient(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
-def _changed(parameter: torch.Tensor, gradient: torch.Tensor | None, version: int) -> bool:
-    now = parameter.grad
-    return now is not gradient or (now is not None and now._version != version)

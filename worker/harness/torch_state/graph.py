@@ -21,6 +21,11 @@ Edge = tuple[Node, int]
 """A node of the graph and the number of one of its outputs."""
 
 
+def nodes_made() -> int:
+    """Return how many nodes autograd has made in this thread; it counts them itself."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
 def edges_of(tensors: Iterable[Any]) -> list[Edge]:
     """Return the graph edges of those ``tensors`` that have a ``grad_fn``."""
     found = (t for t in tensors if isinstance(t, torch.Tensor))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -249,24 +250,36 @@ def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
 
 
 class Attributes:
-    """The plain attributes of some modules, at the time of construction."""
+    """The plain attributes of some modules, which are not held, at the time of construction."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._held = [
+            (
+                ref(module),
+                [pair for pair in vars(module).items() if type(pair[1]) in PLAIN_TYPES],
+            )
+            for module in modules
+        ]
+
+    def _changed(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return the attributes that have changed, with the values that they had."""
+        there = ((module(), pairs) for module, pairs in self._held)
+        own = ((vars(module), pairs) for module, pairs in there if module is not None)
+        return [
             (held, name, value)
-            for held in map(vars, modules)
-            for name, value in held.items()
-            if type(value) in PLAIN_TYPES
+            for held, pairs in own
+            for name, value in pairs
+            if held.get(name) is not value
         ]
 
     def restore(self) -> None:
         """Restore the attributes that have changed."""
-        _write(each for each in self._held if each[0].get(each[1]) is not each[2])
+        _write(self._changed())
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Restore the attributes within the context."""
-        other = [each for each in self._held if each[0].get(each[1]) is not each[2]]
+        other = self._changed()
         now = [(held, name, held.get(name)) for held, name, _ in other]
         _write(other)
         try:

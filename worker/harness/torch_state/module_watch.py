@@ -1,12 +1,13 @@
 """Notices changes of a model in its attributes, modules, parameters and hooks, by one cheap look.
 
 A look compares references only, so it takes microseconds where a walk over the modules takes
-milliseconds. It holds parameters and buffers, but no module, so that a script can free its model.
+milliseconds. The watch holds no module, so a script can free its model. It holds parameters,
+buffers and plain values. Of other attributes it compares the types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -18,6 +19,7 @@ from autofit.worker.harness.torch_state.module_state import PLAIN_TYPES, Attribu
 
 _attributes = attrgetter("__dict__")
 _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "_buffers"))
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _hooks = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
@@ -25,6 +27,7 @@ _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _values = methodcaller("values")
 _joined = chain.from_iterable
+Reader = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
 class ModuleWatch:
@@ -41,11 +44,11 @@ class ModuleWatch:
     def forget(self) -> None:
         """Hold nothing of the module; the next look finds it changed."""
         self._modules: list[ref[nn.Module]] = []
-        self._readers: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
-        """Each reads the plain attributes of one module."""
+        self._readers: list[tuple[Reader, Reader]] = []
+        """Each pair reads the plain and the other attributes of one module."""
         self._tensors: list[nn.Parameter | None] = []
         self._buffers: list[Any] = []
-        self._numbers: list[object] = []
+        self._marks: list[object] = []
         self._values: list[Any] = []
         self._plain: Attributes | None = None
 
@@ -68,57 +71,74 @@ class ModuleWatch:
         if not modules or None in modules:
             self._take()
             return
-        own = [*map(_attributes, modules)]
         try:
-            values = self._read_values(own)
+            marks, values = self._read_marks(modules), self._read_values(modules)
         except KeyError:  # an attribute was deleted, and another one set
             self._take()
             return
         if (
-            self._numbers != self._read_numbers(modules, own)
-            or not _same(self._tensors, [*_joined(map(_values, map(_parameters, modules)))])
-            or not _same(self._buffers, [*_joined(map(_values, map(_buffers, modules)))])
+            marks != self._marks
+            or not _same(self._tensors, _items(_parameters, modules))
+            or not _same(self._buffers, _items(_buffers, modules))
         ):
             self._take()
         elif not _same(self._values, values):
-            self._values, self._plain = values, None
-            self.version += 1
+            if PLAIN_TYPES.issuperset(map(type, values)):
+                self._values, self._plain = values, None
+                self.version += 1
+            else:
+                self._take()
 
     def _take(self) -> None:
         module = self._module()
         modules = [*module.modules()] if module is not None else []
         self._modules = [ref(each) for each in modules]
-        own = [*map(_attributes, modules)]
-        self._readers = [*map(_reader, own)]
-        self._tensors = [*_joined(map(_values, map(_parameters, modules)))]
-        self._buffers = [*_joined(map(_values, map(_buffers, modules)))]
-        self._numbers, self._values = self._read_numbers(modules, own), self._read_values(own)
+        self._readers = [*map(_readers, map(_attributes, modules))]
+        self._tensors, self._buffers = _items(_parameters, modules), _items(_buffers, modules)
+        self._marks, self._values = self._read_marks(modules), self._read_values(modules)
         self._plain = None
         self.version += 1
         self.structure += 1
 
-    def _read_numbers(self, modules: list[Any], own: list[dict[str, Any]]) -> list[object]:
-        """Return what stands for the modules, which live now, for hooks, and for all flags."""
+    def _read_marks(self, modules: list[Any]) -> list[object]:
+        """Return what stands for modules, hooks, flags of parameters, and other attributes."""
+        own = [*map(_attributes, modules)]
         parameters = [each for each in self._tensors if each is not None]
         hooks = filter(None, _joined(map(_tensor_hooks, parameters)))
         return [
             *map(len, own),
-            *map(id, _joined(map(_values, map(_children, modules)))),
+            *map(id, _items(_children, modules)),  # they live now, so no other has their place
             *_joined(_joined(map(_hooks, modules))),  # the keys, of which none comes twice
             None,
             *_joined(hooks),
             *map(_requires_grad, parameters),
+            *map(type, self._read(1, modules)),
         ]
 
-    def _read_values(self, own: list[dict[str, Any]]) -> list[Any]:
-        return [*_joined([read(each) for read, each in zip(self._readers, own, strict=True)])]
+    def _read_values(self, modules: list[Any]) -> list[Any]:
+        return [*self._read(0, modules)]
+
+    def _read(self, which: int, modules: list[Any]) -> Iterable[Any]:
+        pairs = zip(self._readers, map(_attributes, modules), strict=True)
+        return _joined([readers[which](own) for readers, own in pairs])
+
+
+def _items(mapping: Callable[[Any], Any], modules: list[Any]) -> list[Any]:
+    """Return the values of one mapping of each module."""
+    return [*_joined(map(_values, map(mapping, modules)))]
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(is_, before, now))
 
 
-def _reader(own: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return what reads the plain attributes of a module."""
-    names = [name for name, value in own.items() if value is None or type(value) in PLAIN_TYPES]
+def _readers(own: dict[str, Any]) -> tuple[Reader, Reader]:
+    """Return what reads the plain attributes of a module, and those of other types."""
+    names = [name for name in own if name not in INTERNAL]
+    plain = [name for name in names if type(own[name]) in PLAIN_TYPES]
+    return _reader(plain), _reader([name for name in names if name not in plain])
+
+
+def _reader(names: list[str]) -> Reader:
+    # Of a single name, an itemgetter would return no tuple.
     return itemgetter(*names, names[0]) if names else lambda _: ()

@@ -4,7 +4,7 @@
 first batch did not: padding, samples that do not count, another class. The *traits* of a batch
 detect this, and the split is verified on that batch too. The autograd graph detects other changes:
 a loss term that the script switches on adds nodes. A graph with a new shape is verified as well.
-autograd counts the nodes that it makes, so a call costs no walk over its graph.
+Most calls need no walk over their graph, because autograd counts the nodes that it makes.
 """
 
 from __future__ import annotations
