@@ -250,6 +250,13 @@ class Root(Protocol):
         it. Code that the script compiled does not call it: see ``hides``.
         """
 
+    def changes_of(self, module: Any) -> Callable[[], object]:
+        """Return a function whose value differs once ``module`` has changed since its last call.
+
+        It sees other attributes, modules, parameters, hooks and buffers, and other flags of
+        parameters. It does not see other values in tensors.
+        """
+
     def hides(self, modules: Iterable[Any]) -> bool:
         """Return whether the script compiled code that calls one of ``modules``."""
 

@@ -23,11 +23,12 @@ from autofit.worker.harness.batch.late_rows import LateRows, is_large, outline, 
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
 from autofit.worker.harness.batch.loss_scale import equal_factors, equal_kind
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
-from autofit.worker.harness.patching.gradient_reads import Marks, marks
+from autofit.worker.harness.patching.gradient_reads import Marks, gradient_of, marks
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.torch_state.graph import nodes_made
 from autofit.worker.harness.torch_state.host_saved import copy_on_host, saved_on_host
 from autofit.worker.harness.torch_state.module_state import Attributes, FirstCallUpdates
+from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.oom.attempt import is_shortage
@@ -93,8 +94,10 @@ class ChunkedFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             reason = "the script differentiates gradients (create_graph) through the model"
             raise Refused(reason, "micro_batch")
+        owner = ctx.call.owner
+        ctx.call.unit = owner.seams.unit_node is ctx
         gradients = ctx.call.backward(cotangents, lambda: ctx.saved_tensors)
-        ctx.call.owner.backward_done()
+        owner.backward_done()
         return (None, None, *gradients)
 
 
@@ -151,6 +154,8 @@ class ChunkedCall:
         self._graph: ChunkGraph | None = None
         self._gradients: Gradients | None = None
         """The parameters' gradients from eager backward."""
+        self.unit = False
+        """The script's backward begins at this call, so its loss has the gradient one."""
         self._factor: torch.Tensor | None = None
         """The loss scale that ``_gradients`` already contain."""
         self._adds = False
@@ -279,7 +284,7 @@ class ChunkedCall:
             with inside(self.owner.seams):
                 parts = [self._parts.collect(cut, self._chunk(cut, eager)) for cut in self._cuts]
                 if eager and not self._adds:
-                    self._gradients = [p.grad for p in self.parameters]
+                    self._gradients = [*map(gradient_of, self.parameters)]
                     self._empty_gradients()
                 self._outputs = self._parts.join(self.batch, self._cuts, parts)
         except Exception as error:  # noqa: BLE001 - the owner raises it again unless it is an OOM
@@ -410,7 +415,7 @@ class ChunkedCall:
         scale = self.owner.state.loss_scale
         return (
             self._backward_may_follow()
-            and all(parameter.grad is None for parameter in self.parameters)
+            and not any(each is not None for each in map(gradient_of, self.parameters))
             and (scale.settled or not scale.matters(self._ambient))
         )
 
@@ -590,7 +595,7 @@ class ChunkedCall:
             scale.note(factor)
         if self._gradients is None or not right:
             return False
-        self._hand_over(factor if self._factor is None else None)
+        self._hand_over(factor if self._factor is None and not self.unit else None)
         return True
 
     def _run_again(
@@ -775,4 +780,4 @@ def _needs_gradient(output: Any) -> bool:
 
 
 def _versions(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(parameter._version for parameter in parameters)
+    return sum(map(version_of, parameters))

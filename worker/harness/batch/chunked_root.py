@@ -26,6 +26,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -54,7 +55,7 @@ from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_state import Attributes, update_at_first_call
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
-from autofit.worker.harness.torch_state.modules import foreign, hooks_of_script
+from autofit.worker.harness.torch_state.modules import foreign, hooks_of_script, version_of
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 OnShortage = Callable[[BaseException, str, int], bool]
@@ -263,12 +264,12 @@ class ChunkedRoot:
         args: Any,
         kwargs: Any,
         call: Callable[[Any, Any], Any],
-        enter: Callable[[Callable[[], Any]], Any],
+        enter: Callable[[], AbstractContextManager[None]],
     ) -> LazyOutput | None:
         """Return the lazy output of a delayed call; ``None`` if the call must run now.
 
         Only a kind of call that has run in chunks, with one output row a sample, can be delayed.
-        ``call`` runs the call at once; ``enter`` runs a function inside the root.
+        ``call`` runs the call at once; ``enter`` returns a context inside the root.
         """
         if self.seams.compiles_functions or not (self.state.can_delay and self._outlines):
             return None
@@ -304,9 +305,8 @@ class ChunkedRoot:
             return loss(output, target), output
 
         batch = Batch.of((loss.target, *args), kwargs)
-        self._watch.look()
 
-        def run(layout: Layout) -> Any:
+        def together(layout: Layout) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
             both = replace(
                 layout,
                 batched=(0, *(index + 1 for index in layout.batched)),
@@ -314,22 +314,22 @@ class ChunkedRoot:
             )
             return ChunkedCall(
                 self, update_at_first_call(forward, layout.updates), batch, both, first_output=1
-            )()
+            )
 
-        def verified() -> Any:
+        with call.enter():
             try:
-                return run(layout)
+                return together(layout)()
             except UnknownGraph as unknown:
                 shape = unknown.shape
             try:
-                return run(self._layouts.verify_again(layout.kind, call.batch, shape))
+                return together(self._layouts.verify_again(layout.kind, call.batch, shape))()
             except Refused as refusal:
                 if not self._whole_at_worst or _is_of_other_strategy(refusal):
                     raise
-                return self._whole(str(refusal), forward, *batch.call(batch.leaves))
-
-        found: tuple[torch.Tensor, torch.Tensor] = call.enter(verified)
-        return found
+                both: tuple[torch.Tensor, torch.Tensor] = self._whole(
+                    str(refusal), forward, *batch.call(batch.leaves)
+                )
+                return both
 
     def _kind(self, batch: Batch) -> object:
         """Return a key for calls whose outputs have the same shape, data type and device."""
@@ -424,7 +424,7 @@ class ChunkedRoot:
         Both must be the same in forward and backward.
         """
         module = self._module()
-        versions = sum(tensor._version for tensor in (*self.parameters, *self._buffers))
+        versions = sum(map(version_of, self.parameters)) + sum(map(version_of, self._buffers))
         return (module.training if module is not None else False), versions
 
 

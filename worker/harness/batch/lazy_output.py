@@ -11,7 +11,7 @@ and no later call of this root is delayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,9 +115,9 @@ class DelayedCall:
         batch: Batch,
         layout: Layout,
         run: Callable[[Any, Any], torch.Tensor],
-        enter: Callable[[Callable[[], Any]], Any],
+        enter: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """``run(args, kwargs)`` runs the call at once; ``enter(f)`` runs ``f`` inside the root."""
+        """``run(args, kwargs)`` runs the call at once; ``enter()`` is a context in the root."""
         self.forward = forward
         self.batch = batch
         self.layout = layout

@@ -157,12 +157,18 @@ class InspectedRun(Session):
             self._log.learn_blocks(self._blocks[root.module])
         self._compiles |= root.facts is not None and root.facts.compiled
 
-    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a call, and note what it returns."""
-        output = run()
-        if self._plan.neutral:  # a look at the lazy output of a split call would compute it whole
-            self._log.mark_returned(output)
-        return output
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return what runs a call, and notes what it returns."""
+
+        def call() -> Any:
+            output = run()
+            if self._plan.neutral:  # to look at a split call's lazy output would compute it whole
+                self._log.mark_returned(output)
+            return output
+
+        return call
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass, and note which operations belong to it."""

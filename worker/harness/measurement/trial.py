@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from traceback import clear_frames
 from typing import Any, NoReturn
 
@@ -528,8 +529,14 @@ class Trial(Session):
         self._held_at_call = observes and has_gradients(self._parameters())
         self.step_calls.called(first=root is self.roots[0])
 
-    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a call; trace it if it is in one of the first steps. If it waits, probe plans.
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return what runs a call, traced if it is in one of the first steps."""
+        return partial(self._call, root, args, kwargs, run)
+
+    def _call(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Run a call. If the trial waits for one, probe plans first.
 
         A plan that is to be verified now has trained, and is taken back for it.
         """

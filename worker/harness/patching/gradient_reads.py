@@ -20,12 +20,8 @@ Listener = Callable[[nn.Parameter], None]
 Marks = list[tuple[int, int] | None]
 """Identity and version of each gradient; ``None`` without one."""
 _plain: Any = torch.Tensor.grad
-
-
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return ``.grad``; no listener notices."""
-    found: torch.Tensor | None = _plain.__get__(parameter)
-    return found
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = _plain.__get__
+"""Returns ``.grad`` of a tensor; no listener notices."""
 
 
 def marks(parameters: Sequence[torch.Tensor]) -> Marks:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +98,8 @@ class Seams:
         compiles: the compiler would trace the patched call and compile again later."""
         self.keeps_graph = False
         """The present backward pass retains its graph, or serves only some inputs."""
+        self.unit_node: object = None
+        """The node of the loss that the present backward pass begins at, with the gradient one."""
         self.stepping = 0
         """Number of optimizers whose parameters step inside backward."""
         self.parts_follow = False
@@ -284,12 +287,17 @@ class Seams:
     def _backward(self, plain: Callable[..., None]) -> Callable[..., None]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self.inside:
-                return plain(tensors, *args, **kwargs)
+                plain(tensors, *args, **kwargs)
+                return
             self.knows_optimizers &= bool(self._optimizers)
             if kwargs.get("inputs") is not None:
                 self.handler.backward_to(kwargs["inputs"])
             self.keeps_graph = _is_partial(args, kwargs)
-            return self.handler.backward(tensors, lambda: plain(tensors, *args, **kwargs))
+            self.unit_node = _unit_node(tensors, args, kwargs)
+            try:
+                self.handler.backward(tensors, lambda: plain(tensors, *args, **kwargs))
+            finally:
+                self.unit_node = None
 
         return backward
 
@@ -390,6 +398,17 @@ def _is_partial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(keeps) or kwargs.get("inputs") is not None
 
 
+def _unit_node(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Return the node of the loss, if a backward pass begins there with the gradient one.
+
+    ``args``, ``kwargs``: those of ``torch.autograd.backward`` after its tensors.
+    """
+    given = args[0] if args else kwargs.get("grad_tensors")
+    if given is not None or not isinstance(tensors, torch.Tensor) or tensors._backward_hooks:
+        return None
+    return tensors.grad_fn
+
+
 class Calls:
     """Wrappers around the calls of single modules, stored outside the modules.
 
@@ -426,7 +445,7 @@ class Calls:
         reference = weakref.ref(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._plain_call(cls, reference(), args, kwargs)
+            return self._own_call(cls, reference())(*args, **kwargs)
 
         return forward
 
@@ -440,12 +459,12 @@ class Calls:
             else:
                 cls.__call__ = own  # type: ignore[method-assign]
 
-    def _plain_call(self, cls: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def _own_call(self, cls: Any, module: Any) -> Forward:
+        """Return the call of ``module`` as ``cls`` defines or inherits it."""
         own = self._own.get(cls)
-        if own is not None:
-            return own(module, *args, **kwargs)
         inherited: Any = super(cls, module)
-        return inherited.__call__(*args, **kwargs)
+        found: Forward = inherited.__call__ if own is None else partial(own, module)
+        return found
 
     def _override(self, cls: type[nn.Module]) -> None:
         self._own[cls] = cls.__dict__.get("__call__")
@@ -453,10 +472,8 @@ class Calls:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # First, because a lookup by ``id`` would recompile for each module of the class.
             if torch.compiler.is_compiling():
-                return self._plain_call(cls, module, args, kwargs)
-            forward = self._forwards.get(id(module))
-            if forward is None:
-                return self._plain_call(cls, module, args, kwargs)
+                return self._own_call(cls, module)(*args, **kwargs)
+            forward = self._forwards.get(id(module)) or self._own_call(cls, module)
             return forward(*args, **kwargs)
 
         cls.__call__ = __call__  # type: ignore[method-assign]

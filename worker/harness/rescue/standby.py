@@ -45,6 +45,7 @@ from autofit.worker.harness.torch_state.graph import (
 )
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
@@ -68,11 +69,13 @@ class RescuedRoot(Protocol):
     def forward(self) -> Forward:
         """The model's call under the plan."""
 
-    def run_whole(self, args: Any, kwargs: Any) -> Any:
-        """Run a call in one piece."""
+    @property
+    def whole(self) -> Forward:
+        """The call of the script in one piece, inside the wrappers of the plan."""
 
-    def rerun(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call again from its start."""
+    @property
+    def rerun(self) -> Forward:
+        """What runs a call again from its start."""
 
     def layout(self, batch: Batch) -> Layout:
         """Return how a call is split; raise ``Refused`` if it cannot be."""
@@ -142,15 +145,15 @@ class Standby:
 
     # --- forward ---------------------------------------------------------------------------
 
-    def call(self, root: RescuedRoot, args: Any, kwargs: Any) -> Any:
+    def call(self, root: RescuedRoot, /, *args: Any, **kwargs: Any) -> Any:
         """Run the root whole; after a shortage, run this call and all later ones in chunks."""
         blind = id(root) in self._blind
         call = None if blind else beside(lambda: self._note(root, args, kwargs), None, LOST)
         if call is None:
             self._blind.add(id(root))
-            return root.run_whole(args, kwargs)
+            return root.whole(*args, **kwargs)
         try:
-            output = root.run_whole(args, kwargs)
+            output = root.whole(*args, **kwargs)
         except Exception as error:
             if self._has_fallback() or not self._is_shortage(error):
                 raise
@@ -182,7 +185,7 @@ class Standby:
     def _versions(self, root: RescuedRoot, batch: Batch) -> list[int]:
         arguments = [leaf for leaf in batch.leaves if isinstance(leaf, torch.Tensor)]
         versions = [-1 if each.is_inference() else each._version for each in arguments]
-        return versions + [tensor._version for tensor in self._tensors[id(root)]]
+        return [*versions, *map(version_of, self._tensors[id(root)])]
 
     def _follow(self, call: PlainCall, output: Any) -> bool:
         """Note which graph node made each output, and register hooks for their gradients."""

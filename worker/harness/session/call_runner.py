@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from traceback import clear_frames
@@ -56,8 +57,10 @@ class CallOwner(Protocol):
     def root_called(self, root: HarnessRoot) -> None:
         """Notice a call with gradients of a root whose facts are known."""
 
-    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, a call of ``root``, returns."""
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return what runs a call of ``root`` in the place of ``run``, which it calls."""
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """Respond to a refusal: choose another plan, or raise."""
@@ -99,49 +102,43 @@ class CallRunner:
         """Note what the script does from now on."""
         self.phase = phase
 
-    def call(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+    def call(self, root: HarnessRoot, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the script makes of a root."""
         args, kwargs = materialize((args, kwargs))
-        return self._root_call(root, args, kwargs, lambda: self._with_phase(root, args, kwargs))
-
-    def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
-        """Run a delayed call; its root was already noticed."""
-
-        def run() -> Any:
-            return self._run_until_answered(root, lambda: self._run(root, args, kwargs))
-
-        return self._root_call(root, args, kwargs, run)
-
-    def _root_call(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return the result of ``run``; a call inside another root runs as the script has it."""
-        if self._owner.seams.inside:
+        if self._owner.seams.inside:  # a call inside another root runs as the script has it
             return root.own_call(*args, **kwargs)
-        try:
-            return run()
-        except NotTakenBack as failure:
-            self._owner.not_taken_back(failure)
-        finally:
-            root.proof.drop_plain_results()
-
-    def _with_phase(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             self.phase = "evaluation"
             output = root.call(args, kwargs)
             self.phase = OUTSIDE
             return output
-        self._owner.phases.enter(OTHER, after=FIRST_BATCH)
-        self._owner.call_begins()
-        self.phase = "forward"
-        self._owner.reads.gradients_outdated()
-        if root.facts is None:
-            self._owner.describe_root(root, args, kwargs)
-        self._owner.root_called(root)
-        return self._run_until_answered(
-            root,
-            lambda: self._owner.around_run(
-                root, args, kwargs, lambda: self._run(root, args, kwargs)
-            ),
-        )
+        with self._undone(root):
+            self._owner.phases.enter(OTHER, after=FIRST_BATCH)
+            self._owner.call_begins()
+            self.phase = "forward"
+            self._owner.reads.gradients_outdated()
+            if root.facts is None:
+                self._owner.describe_root(root, args, kwargs)
+            self._owner.root_called(root)
+            run = partial(self._run, root, args, kwargs)
+            return self._run_until_answered(root, self._owner.caller(root, args, kwargs, run))
+
+    def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
+        """Run a delayed call; its root was already noticed."""
+        if self._owner.seams.inside:
+            return root.own_call(*args, **kwargs)
+        with self._undone(root):
+            return self._run_until_answered(root, partial(self._run, root, args, kwargs))
+
+    @contextmanager
+    def _undone(self, root: HarnessRoot) -> Iterator[None]:
+        """End the launch where undoing a plan fails; free what checks have left."""
+        try:
+            yield
+        except NotTakenBack as failure:
+            self._owner.not_taken_back(failure)
+        finally:
+            root.proof.drop_plain_results()
 
     def _run_until_answered(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
         """Return the result of ``run``, under one plan after another until one succeeds."""
@@ -149,8 +146,8 @@ class CallRunner:
         while True:
             self._owner.seams.watch_submodules(self._owner.plan_for(root).neutral)
             try:
-                with inside(self._owner.seams):
-                    output = self.reporting_shortages(run)
+                with inside(self._owner.seams), self.shortages_reported():
+                    output = run()
             except Refused as refusal:
                 root.take_back()
                 self._owner.refused(root, refusal)
@@ -182,21 +179,22 @@ class CallRunner:
             self._owner.turn_to(root, plan, args, kwargs)
         if self._owner.optimizers.prepare():
             self._owner.meter.release()  # converting the optimizer's state leaves cached memory
-        waits = root.delay(args, kwargs, partial(self._repeat, root), self._run_delayed)
-        return root.call(args, kwargs) if waits is None else waits
+        waits = root.delay(args, kwargs, partial(self._repeat, root), self._delayed)
+        return root.running(*args, **kwargs) if waits is None else waits
 
-    def _run_delayed(self, run: Callable[[], Any]) -> Any:
-        """Run a part of a delayed call."""
+    @contextmanager
+    def _delayed(self) -> Iterator[None]:
+        """Run a part of a delayed call in this context."""
         self.phase = "forward"
-        with inside(self._owner.seams):
-            output = self.reporting_shortages(run)
+        with inside(self._owner.seams), self.shortages_reported():
+            yield
         self.phase = OUTSIDE
-        return output
 
-    def reporting_shortages(self, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` returns; report a shortage of memory in it."""
+    @contextmanager
+    def shortages_reported(self) -> Iterator[None]:
+        """Report a shortage of memory in this context."""
         try:
-            return run()
+            yield
         except Exception as error:
             found = classify(error, corroborated=self._owner.meter.short())
             if found.kind is Kind.OOM:

@@ -199,14 +199,19 @@ class HarnessRoot:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run a call of the script under the plan."""
-        return self._composed.in_outermost(self.rerun)(*args, **kwargs)
+        return self.running(*args, **kwargs)
+
+    @property
+    def running(self) -> Forward:
+        """What runs a call of the script under the plan."""
+        return self._composed.in_outermost(self.rerun)
 
     def delay(
         self,
         args: Any,
         kwargs: Any,
         again: Callable[[Any, Any], Any],
-        entered: Callable[[Callable[[], Any]], Any],
+        entered: Callable[[], AbstractContextManager[None]],
     ) -> Any | None:
         """Return a lazy output for a call that waits for its loss; ``None`` to run it now.
 
@@ -216,24 +221,34 @@ class HarnessRoot:
             return None
         return self._chunked.delay(self.forward, args, kwargs, again, entered)
 
-    def rerun(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call whose arguments have passed the plan's outermost wrappers."""
+    @property
+    def rerun(self) -> Forward:
+        """What runs a call whose arguments have passed the plan's outermost wrappers."""
         if self._chunked is not None:
-            return self._chunked(self.forward, *self._on_device(args, kwargs))
+            return self._in_chunks
         if self._evaluation is not None and not torch.is_grad_enabled():
-            return self._evaluation(self._composed.whole, args, kwargs)
+            return self._evaluate
         if self._policy.standby is not None and torch.is_grad_enabled():
-            return self._policy.standby.call(self, args, kwargs)
-        return self.run_whole(args, kwargs)
+            return partial(self._policy.standby.call, self)
+        return self.whole
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._evaluation is not None
+        return self._evaluation(self.whole, args, kwargs)
+
+    def _in_chunks(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._chunked is not None
+        return self._chunked(self.forward, *self._on_device(args, kwargs))
 
     def check_call(self, args: Any, kwargs: Any) -> None:
         """Raise ``Refused`` if a call with these arguments would be; run nothing of the model."""
         if self._chunked is not None:
             self._chunked.check_call(*self._on_device(args, kwargs))
 
-    def run_whole(self, args: Any, kwargs: Any) -> Any:
-        """Run a call in one piece, inside the wrappers of the plan."""
-        return self._composed.whole(*args, **kwargs)
+    @property
+    def whole(self) -> Forward:
+        """The call of the script in one piece, inside the wrappers of the plan."""
+        return self._composed.whole
 
     def _on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         wrapper = self.outer
@@ -327,6 +342,16 @@ class HarnessRoot:
         """Split calls, where they are split, into chunks of one size."""
         self._set_one_size(True)
         return lambda: self._set_one_size(False)
+
+    def changes_of(self, module: nn.Module) -> Callable[[], object]:
+        """Return a function whose value differs once ``module`` has changed since its last call."""
+        watch = ModuleWatch(weakref.ref(module))
+
+        def version() -> int:
+            watch.look()
+            return watch.version
+
+        return version
 
     def hides(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether calls of some of ``modules`` are inside what the script has compiled."""

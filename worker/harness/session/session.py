@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -187,9 +188,11 @@ class Session:
     def root_called(self, root: HarnessRoot) -> None:
         """Notice a call with gradients of a root whose facts are known."""
 
-    def around_run(self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, a call of ``root``, returns."""
-        return run()
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return what runs a call of ``root`` in the place of ``run``, which it calls."""
+        return run
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass of the script."""
@@ -282,9 +285,7 @@ class Session:
         root = HarnessRoot(module, self.seams, self.calls, self.runner.on_shortage, known, policy)
         self.roots.append(root)
         self._quiet_steps = 0
-        self.calls.wrap(
-            module, lambda _: lambda *args, **kwargs: self.runner.call(root, args, kwargs)
-        )
+        self.calls.wrap(module, lambda _: partial(self.runner.call, root))
 
     def inner_call(self) -> None:
         """Notice autocast that the script itself enters inside a root.
@@ -303,8 +304,8 @@ class Session:
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self.loss(first.detach())
         self.runner.enter("backward")
-        with inside(self.seams):
-            self.runner.reporting_shortages(lambda: self.around_backward(tensors, run))
+        with inside(self.seams), self.runner.shortages_reported():
+            self.around_backward(tensors, run)
         self.reads.gradients_complete()
         self.runner.enter(OUTSIDE)
         self.step_calls.backward_ended()

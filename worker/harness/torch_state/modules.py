@@ -8,11 +8,15 @@ runs, and gradients arrive at those.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns a number that changes when the tensor is changed in place."""
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -101,9 +101,12 @@ class Ambient:
         """Return the same state with autocast off, as a backward needs it."""
         return type(self)(tuple((device, False, dtype) for device, _, dtype in self.autocast))
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[None]:
         """Enter the saved autocast state."""
+        return nullcontext() if self == Ambient.now() else self._entered()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             for device, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))

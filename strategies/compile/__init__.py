@@ -1,4 +1,4 @@
-"""torch.compile for the repeated blocks or the whole root."""
+"""torch.compile for the repeated blocks or the whole root; or the blocks as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ than PyTorch's. Then gradients could not be compared, and a chunk could not be r
 
 WHOLE = ("full", "budget")
 """Levels that compile the root itself."""
+GRAPHS = "graphs"
+NOT_GRAPHS = {
+    "checkpointing": "a checkpointed block runs twice, and a CUDA graph has one set of results",
+    "activation_offload": "what backward needs stays in the memory of the CUDA graphs",
+    "sharding": "a CUDA graph reads weights that stay in place",
+    "gradient_release": "a CUDA graph has the gradients of its whole block",
+}
+"""Techniques that a graph of a block excludes, with the reason."""
 
 SETUP, SETUP_OF_BLOCK = 5.0, 2.1
 """Seconds to compile a whole model, and for each of its blocks: ViT-L, BERT-L, GPT-2 XL, ResNet-152
@@ -81,6 +89,10 @@ class Compile(Strategy):
     Under ``budget`` the compiler chooses what backward recomputes (He and Yu, 2023;
     ``torch._functorch.config.activation_memory_budget``). Recomputed operations draw again, so
     a model with dropout would get other gradients.
+
+    Under ``graphs`` nothing is compiled: the block's own kernels are launched at once, as a CUDA
+    graph (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). That helps where the
+    CPU takes longer to launch the kernels than the GPU to run them. The results are the same.
     """
 
     name = "compile"
@@ -116,6 +128,14 @@ class Compile(Strategy):
             refines=True,
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),
+        Level(
+            name=GRAPHS,
+            summary="the kernels of each repeated block launched at once, as a CUDA graph",
+            slowdown=0.95,
+            setup_seconds=3.0,
+            refines=True,
+            lowers=frozenset(),
+        ),
     )
 
     def expected_slowdown(self, level: str, facts: Facts) -> float:
@@ -137,19 +157,21 @@ class Compile(Strategy):
         return super().expected_setup(level, facts)
 
     def describe(self, level: str) -> str:
-        """Return ``"regional compile"``."""
-        return f"{level} compile"
+        """Return ``"regional compile"``, or ``"CUDA graphs"``."""
+        return "CUDA graphs" if level == GRAPHS else f"{level} compile"
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact in float32. ``rounding`` if the script computes in lower precision."""
-        if facts is None:
+        if facts is None or level == GRAPHS:
             return self.level(level).fidelity
         return Fidelity.ROUNDING if facts.rounds else Fidelity.EXACT
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """It needs a GPU that Triton supports, and a compiler."""
+        """It needs a GPU that Triton supports, and a compiler; ``graphs`` needs the GPU only."""
         if hardware.device != "cuda":
             return "a search compiles for GPUs only"
+        if level == GRAPHS:
+            return None
         if (hardware.capability or (0, 0)) < TRITON:
             return f"Triton needs compute capability 7.0, {hardware.name} has less"
         return hardware.cannot_compile
@@ -158,7 +180,8 @@ class Compile(Strategy):
         """The script must not compile. ``regional`` needs repeated blocks."""
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model already"
-        if level == "regional" and facts.roots and not any(root.blocks for root in facts.roots):
+        of_blocks = level in ("regional", GRAPHS)
+        if of_blocks and facts.roots and not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
         if level == "budget" and any(root.dropout for root in facts.roots):
             return "dropout would draw other values when backward recomputes it"
@@ -166,6 +189,9 @@ class Compile(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """One graph has no calls of single blocks, which checkpointing needs."""
+        if level == GRAPHS:
+            clashing = (n for n in NOT_GRAPHS if levels.get(n, AS_IS) != AS_IS)
+            return NOT_GRAPHS.get(next(clashing, ""))
         if level in WHOLE and levels.get("checkpointing", AS_IS) != AS_IS:
             return "checkpointing needs the calls of single blocks, which one graph does not have"
         return None
@@ -181,8 +207,10 @@ class Compile(Strategy):
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         return f"torch.compile: {type(cause).__name__}: {lines[0] if lines else ''}"
 
-    def by_hand(self, level: str) -> ByHand:
-        """Compile the model or its blocks in place."""
+    def by_hand(self, level: str) -> ByHand | None:
+        """Compile the model or its blocks in place. CUDA graphs take more than a few lines."""
+        if level == GRAPHS:
+            return None
         if level == "full":
             return ByHand(prepare="model.compile()")
         if level == "budget":
@@ -212,6 +240,8 @@ class Compile(Strategy):
         if any(each._compiled_call_impl is not None for each in root.module.modules()):
             raise Refused("the script compiles a part of the model already")
         undo_size = root.one_size()
+        if level == GRAPHS:
+            return _launched_at_once(modules, root, undo_size)
         undo_limits = _limits(len(modules), root.strict)
         undo_budget = root.around_forward(_within_budget) if level == "budget" else None
         dynamic = None if _mostly_alike(modules) else False
@@ -230,6 +260,22 @@ class Compile(Strategy):
             _forget()
 
         return undo
+
+
+def _launched_at_once(blocks: Sequence[Any], root: Root, undo_size: Undo) -> Undo:
+    """Run each block as a CUDA graph."""
+    from autofit.strategies.compile.graphs import GraphedBlock, Memory
+
+    memory = Memory()
+    graphed = [GraphedBlock(b, memory, root.changes_of(b), root.set_aside) for b in blocks]
+    pairs = zip(blocks, graphed, strict=True)
+    undos = [root.around_call(block, each.around) for block, each in pairs]
+
+    def undo() -> None:
+        for take_back in (*undos, *(each.clear for each in graphed), undo_size):
+            take_back()
+
+    return undo
 
 
 def _limit_time(modules: Sequence[Any]) -> None:
