@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autofit.exceptions import Refused
@@ -45,6 +46,18 @@ class Memory:
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
+        self.recording = False
+        """A block is being recorded; its calls run plainly meanwhile."""
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record a block in this context."""
+        self.recording = True
+        try:
+            with _without_cached_casts():
+                yield
+        finally:
+            self.recording = False
 
 
 class GraphedBlock:
@@ -76,20 +89,20 @@ class GraphedBlock:
         """Return ``forward``, replayed where possible."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if self._memory.recording or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             kind = (spec, self._changes(), _settings(), tuple(map(_described, leaves)))
             recording = self._recordings.get(kind)
             if recording is None:
-                recording = self._recordings[kind] = self._record(forward, leaves, spec)
+                recording = self._recordings[kind] = self._record(leaves, spec)
             else:
                 self._new_in_a_row = 0
             return forward(*args, **kwargs) if recording.waits else recording(leaves)
 
         return call
 
-    def _record(self, forward: Forward, leaves: list[Any], spec: TreeSpec) -> Recording:
+    def _record(self, leaves: list[Any], spec: TreeSpec) -> Recording:
         self._new_in_a_row += 1
         if self._new_in_a_row > MOST_NEW:
             raise Refused(VARIES, NAME)
@@ -99,21 +112,25 @@ class GraphedBlock:
         assert block is not None, "a block outlives its calls"
         self._new()
         try:
-            return Recording(block, forward, leaves, spec, self._memory)
+            with self._memory.recorded():
+                return Recording(block, leaves, spec, self._memory)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            line = str(error).partition("\n")[0]
+            first = error.__context__ or error  # the end of the recording fails too
+            line = str(first).partition("\n")[0]
             raise Refused(f"a block cannot run as a CUDA graph: {line}", NAME) from error
 
 
 class Recording:
     """The two graphs of one kind of call, and the memory that they read and write."""
 
-    def __init__(
-        self, block: nn.Module, forward: Forward, leaves: list[Any], spec: TreeSpec, memory: Memory
-    ) -> None:
-        """Record a call. Raises ``Refused`` or ``RuntimeError`` if it is impossible."""
+    def __init__(self, block: nn.Module, leaves: list[Any], spec: TreeSpec, memory: Memory) -> None:
+        """Record a call. Raises ``Refused`` or ``RuntimeError`` if it is impossible.
+
+        It differentiates for aliases of the parameters: autograd would wait for the stream of the
+        parameters' own nodes, which is not recorded.
+        """
         self._parameters = [p for p in block.parameters() if p.requires_grad]
         hooks = (p._backward_hooks for p in self._parameters)
         if any(hooks) or any(map(_has_hooks, block.modules())):
@@ -125,25 +142,28 @@ class Recording:
         for position, tensor in zip(self._positions, self._inputs, strict=True):
             given[position] = tensor
         args, kwargs = tree_unflatten(given, spec)
+        aliases = {name: p.detach() for name, p in block.named_parameters()}
+        trained = [
+            aliases[n].requires_grad_() for n, p in block.named_parameters() if p.requires_grad
+        ]
+
+        def run() -> tuple[list[Any], TreeSpec]:
+            return tree_flatten(functional_call(block, aliases, args, kwargs))
+
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        wanted = [x for x in (*self._inputs, *self._parameters) if x.requires_grad]
+        wanted = [*(x for x in self._inputs if x.requires_grad), *trained]
         record: Any = {
             "pool": memory.pool,
             "stream": memory.stream,
             "capture_error_mode": "thread_local",  # a loader's thread may pin memory meanwhile
         }
-        # These nodes accumulate on the stream on which they were made: the script's.
-        accumulate = [p.view_as(p).grad_fn for p in self._parameters]
-        with _without_cached_casts():
-            with _unnoticed(block), torch.cuda.stream(memory.stream):
-                self._differentiate(tree_flatten(forward(*args, **kwargs))[0], wanted)
-            with torch.cuda.graph(self._forward, **record):
-                outputs, self._spec = tree_flatten(forward(*args, **kwargs))
-            self._outputs = outputs
-            self._cotangents = [torch.empty_like(each) for each in _differentiable(outputs)]
-            with torch.cuda.graph(self._backward, **record):
-                found = iter(self._differentiate(outputs, wanted, self._cotangents))
-        del accumulate
+        with _unnoticed(block), torch.cuda.stream(memory.stream):
+            self._differentiate(run()[0], wanted)
+        with torch.cuda.graph(self._forward, **record):
+            self._outputs, self._spec = run()
+        self._cotangents = [torch.empty_like(each) for each in _differentiable(self._outputs)]
+        with torch.cuda.graph(self._backward, **record):
+            found = iter(self._differentiate(self._outputs, wanted, self._cotangents))
         self._gradients = [
             next(found) if x.requires_grad else None for x in (*self._inputs, *self._parameters)
         ]
