@@ -105,6 +105,8 @@ class Level:
 
     The value is near the median of ``benchmarks/results/strategies.json``.
     """
+    launches: float | None = None
+    """Expected time to launch a step's kernels, relative to ``as_is``; ``None``: ``slowdown``."""
     keeps: float = 1.0
     """Expected share of the memory that remains after the strategy lowers it; also a prior."""
     lowers: frozenset[Memory] | None = None

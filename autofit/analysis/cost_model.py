@@ -242,7 +242,11 @@ class CostModel:
         bandwidth_known: bool,
     ) -> _Fit:
         """Fit the parameters of ``_seconds``."""
-        slowdowns, launches = effects.slowdowns, effects.slowdowns * KERNELS
+        slowdowns = effects.slowdowns
+        launches, launch_widths = (
+            np.where(np.isnan(LAUNCHES), each * KERNELS, LAUNCHES)
+            for each in (slowdowns, effects.widths)
+        )
         seconds = 1.0
         if measured:
             first = measured[0]
@@ -272,7 +276,7 @@ class CostModel:
                         IN_LOW_PRECISION, PRIORS.low_precision.of(cuda=cuda), PRIORS.least_effect
                     ),
                 ),
-                _prior_covariance([], effects.widths * KERNELS, PRIORS.launch_effects),
+                _prior_covariance([], launch_widths, PRIORS.launch_effects),
             ),
             [Row(e.plan, e.blocks, e.samples, e.seconds, e.noise) for e in measured],
             [],
@@ -535,6 +539,8 @@ KERNELS = np.array(
     dtype=float,
 )
 """1 for effects that change the time to launch kernels. A faster precision changes only compute."""
+LAUNCHES = np.log([np.nan if each.launches is None else each.launches for _, each in EFFECTS])
+"""Logarithm of the effect on that time, where a level states it; else NaN."""
 
 
 def _prior_covariance(

@@ -52,7 +52,8 @@ def only_saves(plan: Plan, than: Plan) -> bool:
     known = [(strategies.get(name), level) for name, level in plan.levels.items()]
     found = [(s.level(level), s.level(than[s.name])) for s, level in known if level != than[s.name]]
     return bool(found) and all(
-        new.refines and new.slowdown >= max(1.0, old.slowdown) for new, old in found
+        new.refines and new.launches is None and new.slowdown >= max(1.0, old.slowdown)
+        for new, old in found
     )
 
 

@@ -21,6 +21,7 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
+from autofit.strategies.checkpointing import ALL, count
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import WIDE
 
@@ -31,13 +32,7 @@ than PyTorch's. Then gradients could not be compared, and a chunk could not be r
 WHOLE = ("full", "budget")
 """Levels that compile the root itself."""
 GRAPHS = "graphs"
-NOT_GRAPHS = {
-    "checkpointing": "a checkpointed block runs twice, and a CUDA graph has one set of results",
-    "activation_offload": "what backward needs stays in the memory of the CUDA graphs",
-    "sharding": "a CUDA graph reads weights that stay in place",
-    "gradient_release": "a CUDA graph has the gradients of its whole block",
-}
-"""Techniques that a graph of a block excludes, with the reason."""
+ALL_CHECKPOINTED = "every block is checkpointed, and runs twice with a CUDA graph of neither"
 
 SETUP, SETUP_OF_BLOCK = 5.0, 2.1
 """Seconds to compile a whole model, and for each of its blocks: ViT-L, BERT-L, GPT-2 XL, ResNet-152
@@ -93,6 +88,7 @@ class Compile(Strategy):
     Under ``graphs`` nothing is compiled: the block's own kernels are launched at once, as a CUDA
     graph (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). That helps where the
     CPU takes longer to launch the kernels than the GPU to run them. The results are the same.
+    Blocks that are checkpointed too run as they would without it.
     """
 
     name = "compile"
@@ -131,7 +127,7 @@ class Compile(Strategy):
         Level(
             name=GRAPHS,
             summary="the kernels of each repeated block launched at once, as a CUDA graph",
-            slowdown=0.95,
+            launches=0.4,
             setup_seconds=3.0,
             refines=True,
             lowers=frozenset(),
@@ -190,8 +186,11 @@ class Compile(Strategy):
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """One graph has no calls of single blocks, which checkpointing needs."""
         if level == GRAPHS:
-            clashing = (n for n in NOT_GRAPHS if levels.get(n, AS_IS) != AS_IS)
-            return NOT_GRAPHS.get(next(clashing, ""))
+            if levels.get("checkpointing") == ALL:
+                return ALL_CHECKPOINTED
+            if levels.get("activation_offload", AS_IS) != AS_IS:
+                return "what backward needs stays in the memory of the CUDA graphs"
+            return None
         if level in WHOLE and levels.get("checkpointing", AS_IS) != AS_IS:
             return "checkpointing needs the calls of single blocks, which one graph does not have"
         return None
@@ -241,7 +240,7 @@ class Compile(Strategy):
             raise Refused("the script compiles a part of the model already")
         undo_size = root.one_size()
         if level == GRAPHS:
-            return _launched_at_once(modules, root, undo_size)
+            return _record_blocks(modules, root, undo_size)
         undo_limits = _limits(len(modules), root.strict)
         undo_budget = root.around_forward(_within_budget) if level == "budget" else None
         dynamic = None if _mostly_alike(modules) else False
@@ -262,10 +261,14 @@ class Compile(Strategy):
         return undo
 
 
-def _launched_at_once(blocks: Sequence[Any], root: Root, undo_size: Undo) -> Undo:
-    """Run each block as a CUDA graph."""
+def _record_blocks(blocks: Sequence[Any], root: Root, undo_size: Undo) -> Undo:
+    """Run each block as a CUDA graph, but those that are checkpointed."""
     from autofit.strategies.compile.graphs import GraphedBlock, Memory
 
+    blocks = blocks[count(root.levels["checkpointing"], len(blocks)) :]
+    if not blocks:
+        undo_size()
+        raise Refused(ALL_CHECKPOINTED)
     memory = Memory()
     graphed = [GraphedBlock(b, memory, root.changes_of(b), root.set_aside) for b in blocks]
     pairs = zip(blocks, graphed, strict=True)

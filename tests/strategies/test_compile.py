@@ -136,6 +136,21 @@ def test_why_it_is_left_out() -> None:
 
 
 @quick
+def test_cuda_graphs_need_a_gpu_and_blocks_and_nothing_compiled() -> None:
+    strategy = get("compile")
+    old = replace(GPU, capability=(6, 1), cannot_compile="Triton is not installed")
+    assert strategy.unavailable("graphs", old) is None
+    assert strategy.unavailable("graphs", Hardware(device="cpu", name="CPU", total_bytes=1))
+    bare = Facts(roots=(replace(ROOT, blocks=0),))
+    assert "blocks" in (strategy.inapplicable("graphs", bare) or "")
+    assert strategy.fidelity("graphs", Facts(roots=(ROOT,), autocast=True)) is Fidelity.EXACT
+    for other in ({"checkpointing": "all"}, {"activation_offload": "half"}):
+        assert "CUDA graph" in (clash(Plan.of({"compile": "graphs", **other})) or "")
+    for other in ({"checkpointing": "auto"}, {"micro_batch": "4", "precision": "bf16"}):
+        assert clash(Plan.of({"compile": "graphs", **other})) is None
+
+
+@quick
 def test_what_is_missing_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "triton.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))

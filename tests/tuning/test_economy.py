@@ -47,8 +47,12 @@ SCATTER = 0.04
 OFFLOADED = {"as_is": (1.0, 1.0), "half": (0.6, 1.5), "all": (0.2, 2.1)}
 """The share of the activations that stays on the device, and what that makes of the time."""
 
-COMPILING = {"as_is": 0.0, "regional": 12.0, "full": 45.0, "budget": 60.0}
+COMPILING = {"as_is": 0.0, "regional": 12.0, "full": 45.0, "budget": 60.0, "graphs": 2.0}
 """Seconds."""
+COMPUTES = {"as_is": 1.0, "regional": 0.93, "full": 0.9, "budget": 0.97, "graphs": 1.0}
+"""Time to compute, relative to the plain step."""
+LAUNCHES = {"as_is": 1.0, "regional": 0.5, "full": 0.4, "budget": 0.45, "graphs": 0.4}
+"""Time to launch kernels, relative to the plain step."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,10 @@ class Work:
         chunks = math.ceil(self.batch / size)
         compute = self.seconds * self.faster.get(plan["precision"], 1.0)
         compute *= (1 + again) * OFFLOADED[plan["activation_offload"]][1] / self.batch
-        compute *= {"as_is": 1.0, "regional": 0.93, "full": 0.9, "budget": 0.97}[plan["compile"]]
+        compute *= COMPUTES[plan["compile"]]
         twice = 0 if self.inside else 0.33 * (self.batch - size)
         launch = self.launch * (1 + again)
-        launch *= {"as_is": 1.0, "regional": 0.5, "full": 0.4, "budget": 0.45}[plan["compile"]]
+        launch *= LAUNCHES[plan["compile"]]
         total = chunks * max(compute * self.batch / chunks, launch) + twice * compute
         per = {"as_is": 3e-11, "fused": 1e-11, "eight_bit": 5e-11}[plan["optimizer"]]
         alike = self.alike(plan)

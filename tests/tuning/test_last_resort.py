@@ -142,10 +142,10 @@ def test_where_no_segments_grow_what_needs_least_is_tried_once(tmp_path: Path) -
     budget = 33 * GIB // 10
     with Store(str(tmp_path / "autofit.db")) as store:
         found = opened(store, tmp_path, Fidelity.ROUNDING, budget, "allocator")
-        searched(found, VisionTransformer(budget, least=2.6), most=12)
+        searched(found, VisionTransformer(budget, least=2.6), most=20)
         plans = [trial.plan for trial in found.finished()]
         assert {*verdicts(found)} == {OOM}
-        assert len(plans) == len({*plans}) == 11, "nothing is left"
+        assert len(plans) == len({*plans}) < 20, "nothing is left"
 
 
 def test_what_needs_least_is_tried_where_arithmetic_alone_asked_for_nothing(
