@@ -243,6 +243,7 @@ class CostModel:
     ) -> _Fit:
         """Fit the parameters of ``_seconds``."""
         slowdowns = effects.slowdowns
+        least = np.where(IN_LOW_PRECISION, PRIORS.low_precision.of(cuda=cuda), PRIORS.least_effect)
         launches, launch_widths = (
             np.where(np.isnan(LAUNCHES), each * KERNELS, LAUNCHES)
             for each in (slowdowns, effects.widths)
@@ -272,9 +273,7 @@ class CostModel:
                     widths,
                     effects.widths,
                     PRIORS.time_effects,
-                    least=np.where(
-                        IN_LOW_PRECISION, PRIORS.low_precision.of(cuda=cuda), PRIORS.least_effect
-                    ),
+                    least=np.where(np.isnan(LAUNCHES), least, PRIORS.no_effect),
                 ),
                 _prior_covariance([], launch_widths, PRIORS.launch_effects),
             ),

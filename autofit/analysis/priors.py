@@ -61,6 +61,8 @@ class Priors:
     """Width of that share. It is narrower, because the link itself is known."""
     least_effect: float = 0.05
     """Width of an effect that is expected to be none."""
+    no_effect: float = 0.001
+    """Width of the effect on compute of a level that launches the same kernels in another way."""
     low_precision: Width = Width(cuda=0.05, cpu=3.0)
     """The same for the effect of lower precision on compute. Some CPUs only emulate bf16, and need
     ten times as long as for float32 (``examples/char_lm.py`` on an EPYC)."""
