@@ -71,9 +71,9 @@ def _short(where: str, samples: int) -> None:
     SHORT.put((wanted, later - (wanted == where)))
 
 
-def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(number: int) -> Iterator[tuple[Tensor, Tensor]]:
     draws = torch.Generator().manual_seed(1)
-    for _ in range(steps * CALLS):
+    for _ in range(number):
         yield (
             torch.randn(SAMPLES, 5, generator=draws).double(),
             torch.randint(3, (SAMPLES,), generator=draws),
@@ -89,19 +89,19 @@ def halved(call: int, model: Any, optimizer: Any, loss: Tensor) -> Tensor:
     return loss / CALLS
 
 
-def train(between: Between, steps: int = 5, dropout: float = 0.0) -> list[Any]:
-    """Return the gradients before each step, and the losses."""
+def train(between: Between, steps: int = 5, dropout: float = 0.0, calls: int = CALLS) -> list[Any]:
+    """Return the gradients before each step of so many calls, and the losses."""
     torch.manual_seed(0)
     model = Losing(dropout).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     left: list[Any] = []
-    for call, (x, y) in enumerate(batches(steps)):
+    for call, (x, y) in enumerate(batches(steps * calls)):
         loss = model(x, y)
         asked = between(call, model, optimizer, loss)
         if asked is not None:
             asked.backward()
         left.append(loss.detach().clone())
-        if call % CALLS == CALLS - 1:
+        if call % calls == calls - 1:
             left += [p.grad.clone() for p in model.parameters() if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
@@ -120,10 +120,27 @@ def same(between: Between, **how: Any) -> list[int]:
     return [*SEEN][before:]
 
 
-def test_no_chunk_runs_twice_once_the_factor_is_known() -> None:
-    seen = same(halved, steps=8)
-    more = same(halved, steps=9)
-    assert sum(more) - sum(seen) == CALLS * SAMPLES
+@pytest.mark.parametrize("scale", [1.0, 4.0], ids=["no scaler", "a loss scaler"])
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_no_chunk_runs_twice_once_the_factor_is_known(calls: int, scale: float) -> None:
+    def between(call: int, model: Any, optimizer: Any, loss: Tensor) -> Tensor:
+        return loss / calls * scale
+
+    seen = same(between, steps=8, calls=calls)
+    more = same(between, steps=9, calls=calls)
+    assert sum(more) - sum(seen) == calls * SAMPLES
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_scale_that_doubles_in_mid_run_costs_two_calls_more(calls: int) -> None:
+    def total(double: bool) -> int:
+        def between(call: int, model: Any, optimizer: Any, loss: Tensor) -> Tensor:
+            return loss / calls * (2.0 if double and call >= 5 * calls else 1.0)
+
+        return sum(same(between, steps=9, calls=calls))
+
+    more = total(double=True) - total(double=False)
+    assert more == 0 if calls == 1 else 0 < more <= 2 * SAMPLES
 
 
 @pytest.mark.parametrize("calls", [{7}, {5, 7}, {5, 7, 9, 11}])
