@@ -253,12 +253,16 @@ class FittedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceKey:
-    """Conditions under which evidence is valid: script, arguments, devices and versions."""
+    """Conditions under which evidence is valid: script, devices and versions.
+
+    The arguments of the script do not count, because most change nothing that a check looks at. What
+    they may change is noticed at the model's calls: its parameters and attributes, the arguments of
+    a call and its graph.
+    """
 
     script: str
     digest: str
     """SHA-256 of the script's file, as in ``StudyKey``."""
-    args: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     gpu: str
     gpus: int
@@ -271,7 +275,6 @@ class EvidenceKey:
         return cls(
             script=study.script,
             digest=study.digest,
-            args=study.args,
             environment=study.environment,
             gpu=gpu,
             gpus=gpus,
