@@ -255,9 +255,9 @@ class FittedRecord:
 class EvidenceKey:
     """Conditions under which evidence is valid: script, devices and versions.
 
-    The arguments of the script do not count, because most change nothing that a check looks at. What
-    they may change is noticed at the model's calls: its parameters and attributes, the arguments of
-    a call and its graph.
+    The arguments of the script do not count, because most change nothing that a check looks at.
+    What they may change is noticed at the model's calls: its parameters and attributes, the
+    arguments of a call and its graph.
     """
 
     script: str
