@@ -15,7 +15,7 @@ from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.verification.float64 import in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import digest
-from autofit.worker.harness.verification.moved_weights import far, moving, near
+from autofit.worker.harness.verification.shifted_weights import far, moving, near
 from autofit.worker.harness.verification.split_check import preserved
 
 pytestmark = pytest.mark.quick
@@ -111,7 +111,7 @@ def test_what_hangs_on_a_parameter_stays() -> None:
 
 
 def test_no_second_copy_of_the_weights_is_alive() -> None:
-    """Moved weights go with the operation that uses them; the graph saves the parameters."""
+    """Shifted weights go with the operation that uses them; the graph saves the parameters."""
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
     x = torch.randn(2, 64, dtype=torch.float64)
     with in_float64(module, near) as weights:
@@ -124,7 +124,7 @@ def test_no_second_copy_of_the_weights_is_alive() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("move", [near, far])
-def test_moved_weights_leave_the_parameters_alone(move: Any, dtype: torch.dtype) -> None:
+def test_shifted_weights_leave_the_parameters_alone(move: Any, dtype: torch.dtype) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(dtype)
     nn.init.zeros_(module[0].get_parameter("weight"))
     before = [(p.data_ptr(), p._version, p.clone()) for p in module.parameters()]

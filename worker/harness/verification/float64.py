@@ -1,7 +1,7 @@
 """Runs a model in float64, whatever its own precision.
 
 In float64, the order of sums changes a gradient by about 1e-13, so a larger difference is no
-rounding. Parameters are widened where they are used (``moved_weights``). A dispatch mode below
+rounding. Parameters are widened where they are used (``shifted_weights``). A dispatch mode below
 autograd widens all other arguments, and replaces lower precisions that the model's code requests
 (``logits.float()``, ``torch.zeros(..., dtype=...)``). Small buffers and attributes get float64
 twins, so that what a forward adds to them is exact too.
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.torch_state.modules import moves_together
 from autofit.worker.harness.torch_state.rng import Ambient
-from autofit.worker.harness.verification.moved_weights import Move, MovedWeights, changed, still
+from autofit.worker.harness.verification.shifted_weights import Move, ShiftedWeights, changed, still
 
 WIDER = {
     torch.float16: torch.float64,
@@ -68,8 +68,8 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def in_float64(module: nn.Module, move: Move = still) -> Iterator[MovedWeights]:
-    """Let ``module`` compute in float64 with moved weights within the context.
+def in_float64(module: nn.Module, move: Move = still) -> Iterator[ShiftedWeights]:
+    """Let ``module`` compute in float64 with shifted weights within the context.
 
     Afterwards, parameters, buffers and attributes are the same objects with the same values. Raises
     ``CannotRun`` if the model has tensors of another class than torch's own.
@@ -89,8 +89,8 @@ def in_float64(module: nn.Module, move: Move = still) -> Iterator[MovedWeights]:
         yield weights
 
 
-class _Above(MovedWeights):
-    """Passes moved weights and twins to torch's functions."""
+class _Above(ShiftedWeights):
+    """Passes shifted weights and twins to torch's functions."""
 
     def __init__(self, module: nn.Module, move: Move) -> None:
         super().__init__(module, move, WIDER)

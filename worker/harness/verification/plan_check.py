@@ -49,14 +49,14 @@ from autofit.worker.harness.verification.gradient_digest import (
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.moved_weights import (
-    MovedWeights,
+from autofit.worker.harness.verification.proof_record import ProofRecord, Sensitivity
+from autofit.worker.harness.verification.shifted_weights import (
+    ShiftedWeights,
     moving,
     near,
     to_bf16,
-    vectors_moved,
+    vectors_shifted,
 )
-from autofit.worker.harness.verification.proof_record import ProofRecord, Sensitivity
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
     SAMPLES,
@@ -219,7 +219,7 @@ def _prove(
         equal = neutral or _is_equal_in_float64(root, unsized, batch, facts, call)
         rounds = plan.in_calls.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
         call = (rounds, *call)
-        with nullcontext() if rounds else vectors_moved(root.module):
+        with nullcontext() if rounds else vectors_shifted(root.module):
             if not neutral and (rounds or not equal):
                 root.take_back()
                 expected, found = _effects_with_and_without(root, unsized, batch, call)
@@ -694,7 +694,7 @@ def _effects(
     forward: Forward,
     batch: Batch,
     *,
-    weights: MovedWeights | None = None,
+    weights: ShiftedWeights | None = None,
     lazy: bool = True,
 ) -> Effects:
     """Return the outputs of the root, the gradients of all of them, and the changes of its state.

@@ -74,7 +74,7 @@ def versions(part: Batch) -> list[int | None]:
 
 def weights(module: nn.Module) -> list[float]:
     """Return the norm of each parameter, to detect a forward that changes it."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():  # the parameters, no moved weights
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # the parameters, no shifted weights
         plain = [p for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
         return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
 
@@ -199,7 +199,7 @@ class Escapes:
         reached = differentiated(outputs)
         self._foreign = [weakref.ref(each) for each in reached if id(each) not in self._own]
 
-    def refuse_kept(self, outputs: Iterable[Any]) -> None:
+    def refuse_escapes(self, outputs: Iterable[Any]) -> None:
         """Raise ``Refused`` if more than ``outputs`` is left once the graph is freed."""
         torch.clear_autocast_cache()
         _drop_graphs_of_weights(self._module)

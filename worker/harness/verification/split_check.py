@@ -29,8 +29,8 @@ from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocas
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
 from autofit.worker.harness.verification.float64 import in_float64, widened_batch
 from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, rolled
-from autofit.worker.harness.verification.moved_weights import SETS_WEIGHTS, far, moving, near
 from autofit.worker.harness.verification.repeated_heads import RepeatedHeads
+from autofit.worker.harness.verification.shifted_weights import SETS_WEIGHTS, far, moving, near
 from autofit.worker.harness.verification.side_effects import (
     Escapes,
     refuse_changed_arguments,
@@ -259,7 +259,7 @@ class _SplitCheck:
         escapes.note_graph(output.leaves)
         first = comparison.whole(output, start)
         if self.gradients:
-            escapes.refuse_kept(first.output.leaves)
+            escapes.refuse_escapes(first.output.leaves)
         comparison.first(first)
         escapes.refuse_foreign()
         if runner.draws.unknown:

@@ -29,7 +29,7 @@ from autofit.worker.harness.verification.gradient_digest import (
     pattern,
 )
 from autofit.worker.harness.verification.loss_weights import Observer, possible_divisors
-from autofit.worker.harness.verification.moved_weights import Move, MovedWeights, last_bits
+from autofit.worker.harness.verification.shifted_weights import Move, ShiftedWeights, last_bits
 from autofit.worker.harness.verification.side_effects import (
     refuse_changes_in_backward,
     refuse_other_changes,
@@ -144,7 +144,7 @@ class Runner:
     """Runs parts of a batch, so that the same samples give the same result each time."""
 
     def __init__(
-        self, forward: Forward, layout: Layout, draws: FixedDraws, weights: MovedWeights
+        self, forward: Forward, layout: Layout, draws: FixedDraws, weights: ShiftedWeights
     ) -> None:
         self.forward = forward
         self.layout = layout
@@ -285,7 +285,7 @@ class Comparison:
             raise Mismatch("the model's output differs for parts of another size") from refusal
 
     def is_chaotic(self, whole: Whole, move: Move) -> bool:
-        """Return whether other last bits of the moved weights make other outputs or gradients."""
+        """Return whether other last bits of the shifted weights make other outputs or gradients."""
         weights = self.runner.weights
         weights.move = last_bits(move, self.criterion.nudge)
         try:

@@ -1,6 +1,6 @@
 """Runs a model with other weights than its own, and leaves its parameters as they are.
 
-Wherever torch's functions get a parameter, they get a *moved* weight in its place: a copy in
+Wherever torch's functions get a parameter, they get a *shifted* weight in its place: a copy in
 another precision, with zeros that became numbers, or far away. Weights of zero hide a part of the
 model, and what holds only at the present weights fails at others. The copy lives as long as the
 operation: the graph saves the parameter, and backward makes the copy again. So no second copy of
@@ -104,8 +104,8 @@ def _numbers(size: int, start: int, dtype: torch.dtype, device: torch.device) ->
     return torch.sin(1.0 + start + 2.4 * places).to(dtype)
 
 
-class MovedWeights(TorchFunctionMode):
-    """Gives torch's functions a moved weight for each parameter of a module."""
+class ShiftedWeights(TorchFunctionMode):
+    """Gives torch's functions a shifted weight for each parameter of a module."""
 
     def __init__(
         self, module: nn.Module, move: Move, wider: dict[torch.dtype, torch.dtype]
@@ -118,17 +118,17 @@ class MovedWeights(TorchFunctionMode):
         together = moves_together(module)
         every = [] if together else [*module.parameters()]
         self.parameters = {id(p): p for p in every if _is_plain(p)}
-        """The parameters that moved weights replace, by their id."""
+        """The parameters that shifted weights replace, by their id."""
         self.anchor = torch.empty(0, requires_grad=True)
         """Stands for all of them in a graph."""
         self._numbers = {key: number for number, key in enumerate(self.parameters)}
         self._zeros = _zeros([*self.parameters.values()])
         self._folded: dict[int, torch.Tensor] = {}
         self._made: dict[int, tuple[StorageWeakRef, nn.Parameter]] = {}
-        """The moved weights that exist, by their storage."""
+        """The shifted weights that exist, by their storage."""
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Return whether a moved weight replaces ``tensor``."""
+        """Return whether a shifted weight replaces ``tensor``."""
         return id(tensor) in self.parameters
 
     def digest(
@@ -139,7 +139,7 @@ class MovedWeights(TorchFunctionMode):
     ) -> Digest:
         """Return the digest of the gradients of ``tensors``, parameters or arguments.
 
-        That of a parameter is its moved weight's. ``outputs`` is emptied.
+        That of a parameter is its shifted weight's. ``outputs`` is emptied.
         """
         self._folded.clear()
         self._made.clear()
@@ -153,7 +153,7 @@ class MovedWeights(TorchFunctionMode):
         ]
 
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a new moved weight, without a graph."""
+        """Return a new shifted weight, without a graph."""
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             dtype = self._wider.get(parameter.dtype, parameter.dtype)
             weight = parameter.detach().to(dtype, copy=True)
@@ -171,7 +171,7 @@ class MovedWeights(TorchFunctionMode):
         self._folded[key] = self._folded[key] + folded if key in self._folded else folded
 
     def used(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a moved weight for one use of a parameter."""
+        """Return a shifted weight for one use of a parameter."""
         weight: torch.Tensor
         if parameter.requires_grad and torch.is_grad_enabled():
             weight = _Use.apply(self.anchor, self, id(parameter))  # type: ignore[no-untyped-call]
@@ -182,7 +182,7 @@ class MovedWeights(TorchFunctionMode):
         return weight
 
     def saving(self, hooks: saved_tensors_hooks | None = None) -> saved_tensors_hooks:
-        """Return a context in which a graph saves parameters in the place of moved weights.
+        """Return a context in which a graph saves parameters in the place of shifted weights.
 
         ``hooks`` store everything else.
         """
@@ -208,7 +208,7 @@ class MovedWeights(TorchFunctionMode):
         return saved_tensors_hooks(pack, unpack)
 
     def _parameter_of(self, tensor: torch.Tensor) -> nn.Parameter | None:
-        """Return the parameter whose moved weight ``tensor`` is or shows in full."""
+        """Return the parameter whose shifted weight ``tensor`` is or shows in full."""
         if tensor.layout is not torch.strided:
             return None
         found = self._made.get(tensor.untyped_storage()._cdata)
@@ -246,7 +246,7 @@ class _Use(torch.autograd.Function):
     """One use of a parameter. The anchor stands for it in the graph, so no hook of it runs."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, weights: MovedWeights, key: int) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, weights: ShiftedWeights, key: int) -> torch.Tensor:
         ctx.weights, ctx.key = weights, key
         return weights.value(weights.parameters[key])
 
@@ -302,14 +302,14 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 @contextmanager
 def moving(
     module: nn.Module, move: Move, hooks: saved_tensors_hooks | None = None
-) -> Iterator[MovedWeights]:
-    """Run ``module`` with moved weights of its own precision; ``hooks`` store saved tensors."""
-    with MovedWeights(module, move, {}) as weights, weights.saving(hooks):
+) -> Iterator[ShiftedWeights]:
+    """Run ``module`` with shifted weights of its own precision; ``hooks`` store saved tensors."""
+    with ShiftedWeights(module, move, {}) as weights, weights.saving(hooks):
         yield weights
 
 
 @contextmanager
-def vectors_moved(module: nn.Module) -> Iterator[None]:
+def vectors_shifted(module: nn.Module) -> Iterator[None]:
     """Move biases and the weights of norms in place, for compiled code, which no mode reaches.
 
     Most of them start as 0 or 1, and the mean of a LayerNorm's output is then 0 whatever a plan
