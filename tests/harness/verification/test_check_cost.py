@@ -16,6 +16,7 @@ from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import describe
 from autofit.worker.harness.verification.plan_check import prove
 from tests.roots import Notes, Rooted
@@ -23,8 +24,7 @@ from tests.roots import Notes, Rooted
 pytestmark = pytest.mark.quick
 
 BATCH = 32
-SIZES = {4: 1, 2: 1, 1: 2}
-"""Four samples and their chunks: how many of each size there are."""
+OWN = (torch.float32, torch.bfloat16)
 Pass = tuple[str, int, torch.dtype]
 """``forward``, ``graph`` (a forward with one) or ``backward``; samples; data type."""
 
@@ -43,9 +43,7 @@ class Body(nn.Module):
 
     def noted(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Note a pass of ``x`` through the model, and its backward when that comes."""
-        size, dtype = len(x), self.head.weight.dtype
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
+        size, dtype = len(x), output.dtype
         self.passes.append(("graph" if output.requires_grad else "forward", size, dtype))
         if output.requires_grad:
             output.register_hook(lambda _: self.passes.append(("backward", size, dtype)))
@@ -82,30 +80,19 @@ class Uneven(torch.autograd.Function):
         return gradient * (1.0 + ctx.by * len(gradient)), None
 
 
-class Rounding(Body):
-    """Its gradients depend on the number of samples, in float32 or always."""
-
-    def __init__(self, always: bool) -> None:
-        super().__init__()
-        self.always = always
+class Skewed(Body):
+    """Its gradients depend on the number of samples."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        rounds = self.always or self.head.weight.dtype is torch.float32
-        by = 1e-4 if rounds else 0.0
-        features: torch.Tensor = Uneven.apply(super().features(x), by)  # type: ignore[no-untyped-call]
+        features: torch.Tensor = Uneven.apply(super().features(x), 1e-4)  # type: ignore[no-untyped-call]
         return features
 
 
 class Sized(Body):
-    """Its outputs depend on whether it sees more than four samples, in float32 or always."""
-
-    def __init__(self, always: bool) -> None:
-        super().__init__()
-        self.always = always
+    """Its outputs depend on whether it sees more than four samples."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        rounds = self.always or self.head.weight.dtype is torch.float32
-        return super().features(x) * (1.0 + 1e-4 * (rounds and len(x) > 4))
+        return super().features(x) * (1.0 + 1e-4 * (len(x) > 4))
 
 
 class Normalised(Body):
@@ -121,8 +108,11 @@ class Normalised(Body):
         return x
 
 
-def rooted_with(rooted: Rooted, module: nn.Module, *args: torch.Tensor) -> HarnessRoot:
-    root = rooted(module)
+def rooted_with(
+    rooted: Rooted, module: nn.Module, *args: torch.Tensor, observed: bool = False
+) -> HarnessRoot:
+    policy = RunPolicy(whole_fits=lambda: observed)
+    root = rooted(module, lambda *_: False, policy)
     root.learn(describe(module, args, {}))
     return root
 
@@ -131,9 +121,11 @@ def x() -> torch.Tensor:
     return torch.randn(BATCH, 8)
 
 
-def split(rooted: Rooted, module: Body, *args: torch.Tensor) -> Counter[Pass]:
-    """Return the passes of the check of a split."""
-    rooted_with(rooted, module, *args).layout(Batch.of(args, {}))
+def split(
+    rooted: Rooted, module: Body, *args: torch.Tensor, observed: bool = True
+) -> Counter[Pass]:
+    """Return the passes of the check of a split, and one that reads the shape of the graph."""
+    rooted_with(rooted, module, *args, observed=observed).layout(Batch.of(args, {}))
     return Counter(module.passes)
 
 
@@ -151,63 +143,50 @@ def sums(passes: Counter[Pass]) -> tuple[int, int]:
     return passes.total(), sum(times * samples for (_, samples, _), times in passes.items())
 
 
-def in_float64(passes: Counter[Pass]) -> dict[tuple[str, int], int]:
-    found = passes.items()
-    return {(k, samples): n for (k, samples, dtype), n in found if dtype is torch.float64}
+FIRST = {("graph", 4): 1, ("forward", 2): 1, ("graph", 2): 1, ("graph", 1): 2}
+SECOND = {("graph", 4): 1, ("graph", 1): 1, ("graph", 3): 1}
 
 
-GRADIENTS = {(kind, size): n for kind in ("graph", "backward") for size, n in SIZES.items()}
-"""The gradients of four samples and of their three chunks."""
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_split_is_verified_in_few_passes(rooted: Rooted, labelled: bool) -> None:
+    module, labels = (Labelled(), [torch.randint(3, (BATCH,))]) if labelled else (Body(), [])
+    passes = split(rooted, module, x(), *labels)
+    assert sums(passes) == (16, 36)
+    shape = ("graph", 2, torch.float32)
+    assert passes[shape] == 1, "the shape of the graph"
+    wide = Counter(
+        {(kind, n): times for (kind, n, dtype), times in passes.items() if dtype != shape[2]}
+    )
+    backward = {("backward", n): times for (kind, n), times in wide.items() if kind == "graph"}
+    assert wide == Counter(FIRST) + Counter(SECOND) + Counter(backward)
 
 
-def test_a_split_is_verified_in_few_passes(rooted: Rooted) -> None:
-    passes = split(rooted, Body(), x())
-    assert sums(passes) == (36, 137)
-    assert not in_float64(passes)
-    whole = {kind: n for (kind, samples, _), n in passes.items() if samples == BATCH}
-    assert whole == {"forward": 1}, "its parts of all sizes are as large again"
+def test_a_whole_batch_runs_only_where_nobody_has_observed_one(rooted: Rooted) -> None:
+    found = split(rooted, Body(), x(), observed=False) - split(rooted, Body(), x())
+    assert found == {("forward", size, torch.float64): 1 for size in (BATCH, 4, BATCH - 4)}
 
 
-def test_labels_take_their_own_variants(rooted: Rooted) -> None:
-    passes = split(rooted, Labelled(), x(), torch.randint(3, (BATCH,)))
-    assert sums(passes) == (47, 167)
-    assert not in_float64(passes)
-
-
-def test_float64_decides_only_the_gradients_in_doubt(rooted: Rooted) -> None:
-    passes = split(rooted, Rounding(always=False), x())
-    doubled = {each: 2 * n for each, n in GRADIENTS.items()}
-    assert in_float64(passes) == doubled, "at the weights that it has, and at others"
-
-
-def test_float64_decides_only_the_sizes_in_doubt(rooted: Rooted) -> None:
-    found = in_float64(split(rooted, Sized(always=False), x()))
-    sizes = {("forward", size): n for size, n in {4: 2, 8: 1, 16: 1, BATCH: 1}.items()}
-    assert found == sizes | {each: 2 * n for each, n in GRADIENTS.items()}
-
-
-@pytest.mark.parametrize("model", [Rounding, Sized])
-def test_what_float64_does_not_excuse_is_refused(
-    rooted: Rooted, model: Callable[[bool], Body]
+@pytest.mark.parametrize("model", [Skewed, Sized])
+def test_what_depends_on_the_number_of_samples_is_refused(
+    rooted: Rooted, model: Callable[[], Body]
 ) -> None:
     with pytest.raises(Refused, match="differ"):
-        split(rooted, model(True), x())
+        split(rooted, model(), x(), observed=False)
 
 
-@pytest.mark.parametrize(
-    ("levels", "dtype"),
-    [({"precision": "bf16"}, torch.bfloat16), ({"checkpointing": "all"}, torch.float32)],
-)
-def test_other_plans_run_four_samples_twice(
-    rooted: Rooted, levels: dict[str, str], dtype: torch.dtype
-) -> None:
-    passes = checked(rooted, Body(), **levels)
-    each = [(kind, 4, kept) for kind in ("graph", "backward") for kept in (torch.float32, dtype)]
-    assert passes == Counter(each)
+def test_an_exact_plan_runs_four_samples_twice(rooted: Rooted) -> None:
+    passes = checked(rooted, Body(), checkpointing="all")
+    assert passes == Counter({(kind, 4, torch.float64): 2 for kind in ("graph", "backward")})
+
+
+def test_a_plan_that_rounds_runs_them_in_its_own_kernels_too(rooted: Rooted) -> None:
+    passes = checked(rooted, Body(), precision="bf16")
+    own = {(kind, 4, kept): 1 for kind in ("graph", "backward") for kept in OWN}
+    assert passes == Counter(own | {(kind, 4, torch.float64): 2 for kind in ("graph", "backward")})
 
 
 def test_the_noise_of_rounding_takes_one_more_run(rooted: Rooted) -> None:
     passes = checked(rooted, Normalised(), precision="bf16")
     plain = {("graph", 16, torch.float32): 2, ("backward", 16, torch.float32): 2}
     under = {("graph", 16, torch.bfloat16): 1, ("backward", 16, torch.bfloat16): 1}
-    assert passes == plain | under
+    assert {key: n for key, n in passes.items() if key[2] is not torch.float64} == plain | under

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.verification.float64 import in_float64, widened_batch
+from autofit.worker.harness.verification.gradient_digest import digest
+from autofit.worker.harness.verification.shifted_weights import far, moving, near
 from autofit.worker.harness.verification.split_check import preserved
 
 pytestmark = pytest.mark.quick
@@ -64,15 +67,20 @@ def test_a_model_computes_in_float64_and_is_as_it_was(name: str) -> None:
     statistics = {name: value.clone() for name, value in buffers.items()}
     exact = copy.deepcopy(module).double()
     x = torch.randn(3, 5, 6, dtype=parameters[0].dtype, requires_grad=True)
-    with preserved(module), in_float64(module) as twins:  # a count of batches has no twin
+    with preserved(module), in_float64(module) as weights:  # a count of batches has no twin
         (wide,) = widened_batch(Batch.of((x,), {})).leaves
         output = first(module(wide))
-        chosen = [twins.of(p) for p in parameters]
-        gradients = torch.autograd.grad(output.sin().sum(), [*chosen, wide])
-    assert {output.dtype, *(each.dtype for each in gradients)} == {torch.float64}
+        kept = output.detach()
+        loss = output.sin().sum()
+        gradients = weights.digest([loss], [torch.ones_like(loss)], [*parameters, wide])
+    assert {kept.dtype, *(each.dtype for each in gradients)} == {torch.float64}
     if name != "coded":  # whose code asks ``.double()`` for less
-        again = first(exact(wide.detach()))
-        torch.testing.assert_close(output, again, rtol=1e-12, atol=1e-12)
+        twin = wide.detach().requires_grad_()
+        again = first(exact(twin))
+        torch.testing.assert_close(kept, again, rtol=1e-12, atol=1e-12)
+        loss = again.sin().sum()
+        expected = digest([loss], [torch.ones_like(loss)], [*exact.parameters(), twin])
+        torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-10)
     assert torch.get_default_dtype() is torch.float32
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
     assert all(value is buffers[each] for each, value in module.named_buffers())
@@ -100,3 +108,46 @@ def test_what_hangs_on_a_parameter_stays() -> None:
     assert module.weight.grad is None
     module(torch.randn(2, 3)).sum().backward()
     assert heard == [1]
+
+
+def test_no_second_copy_of_the_weights_is_alive() -> None:
+    """Shifted weights go with the operation that uses them; the graph saves the parameters."""
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+    x = torch.randn(2, 64, dtype=torch.float64)
+    with in_float64(module, near) as weights:
+        output = module(x).sum()
+        alive = [made for made, _ in weights._made.values() if not made.expired()]
+        assert len(alive) <= 1
+        found = weights.digest([output], [torch.ones_like(output)], [*module.parameters()])
+    assert all(bool(each.any()) for each in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("move", [near, far])
+def test_shifted_weights_leave_the_parameters_alone(move: Any, dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(dtype)
+    nn.init.zeros_(module[0].get_parameter("weight"))
+    before = [(p.data_ptr(), p._version, p.clone()) for p in module.parameters()]
+    x = torch.randn(4, 8, dtype=dtype)
+    with moving(module, move):
+        moved = module(x)
+    assert not torch.equal(moved, module(x))
+    for p, (place, version, value) in zip(module.parameters(), before, strict=True):
+        assert (p.data_ptr(), p._version) == (place, version)
+        assert torch.equal(p, value)
+
+
+def test_a_model_that_sets_its_weights_is_refused() -> None:
+    module = nn.Linear(3, 2)
+    with in_float64(module), torch.no_grad(), pytest.raises(Refused, match="sets its weights"):
+        module.weight.mul_(2.0)
+
+
+def test_hooks_of_the_script_change_gradients_here_too() -> None:
+    module = nn.Linear(3, 2)
+    module.weight.register_hook(torch.zeros_like)
+    with in_float64(module) as weights:
+        loss = module(torch.randn(4, 3, dtype=torch.float64)).sum()
+        weight, bias = weights.digest([loss], [torch.ones_like(loss)], [*module.parameters()])
+    assert not weight.any()
+    assert bias.all()

@@ -500,9 +500,9 @@ class ChunkedCall:
             for cut, drawn in pairs:
                 receivers = None if cut in self._added else some
                 if receivers != []:
-                    self._accumulate(cut, {loss: -factor}, receivers, drawn if self._drew else None)
-        if self._drew:
-            before.restore()
+                    # The attempt has failed, so whether it drew is not known: restore in any case.
+                    self._accumulate(cut, {loss: -factor}, receivers, drawn)
+        before.restore()
 
     def release(self) -> None:
         """Free the graph and the gradients: the root is called again before this backward."""

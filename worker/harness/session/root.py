@@ -515,7 +515,7 @@ class HarnessRoot:
         if self._chunked is not None:
             self._chunked.use_one_size(wanted)
 
-    def _find_layout(self, batch: Batch, gradients: bool, known: Layout | None) -> Layout:
+    def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
         copies = self._policy.checks_on_copies and not is_paged(self.module)
@@ -526,14 +526,12 @@ class HarnessRoot:
             checkpointed = (
                 self._checkpointed_blocks_of(module) if on_copy else self.checkpointed_blocks
             )
-            if known is not None and on_copy and known.updates:
-                known = replace(known, updates=places_at(module, map(key_of, known.updates)))
             found = find_layout(
                 module,
                 ddp.refuse_collectives(self._composed.in_lasting(plain)),
                 batch,
                 gradients=gradients,
-                known=known,
+                whole_observed=self.whole_fits,
                 checkpointed=checkpointed,
                 in_bf16=self._in_bf16,
                 doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),

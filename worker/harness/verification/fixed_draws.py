@@ -35,6 +35,8 @@ class FixedDraws(TorchDispatchMode):
         self.cut: Cut = (0, 0)
         self.unknown: set[str] = set()
         """Names of operators that drew random numbers because no fixed value is known."""
+        self.drew = False
+        """The model would have drawn random numbers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -47,17 +49,19 @@ class FixedDraws(TorchDispatchMode):
             if argument.name in RATES and argument.type.kind() == "FloatType"
         }
         for rate, index in rates.items():
+            self.drew |= bool(args[index] if index < len(args) else kwargs.get(rate))
             if index < len(args):
                 args = (*args[:index], 0.0, *args[index + 1 :])
             elif rate in kwargs:
                 kwargs = kwargs | {rate: 0.0}
         if torch.Tag.nondeterministic_seeded not in func.tags or rates:
             return func(*args, **kwargs)
-        fixed = _FIXED.get(name)
+        fixed, self.drew = _FIXED.get(name), True
         if fixed is None:
             self.unknown.add(name)
             return func(*args, **kwargs)
-        kwargs.pop("generator", None)
+        if kwargs.get("generator") is not None:
+            func(*args, **kwargs)  # the script's own generator moves as it would
         return fixed(self, func, args, kwargs)
 
     def numbers(self, like: torch.Tensor) -> torch.Tensor:
@@ -207,10 +211,12 @@ def fixed_draws(module: nn.Module) -> Iterator[FixedDraws]:
     """Run ``module`` with fixed draws; ``unknown`` of the mode says what still draws."""
     recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
     rates = [each.dropout for each in recurrent]
+    drop = any(each.training and each.dropout for each in recurrent)
     for each in recurrent:
         each.dropout = 0.0  # cuDNN's recurrent kernel draws internally
     try:
         with FixedDraws() as draws:
+            draws.drew = drop
             yield draws
     finally:
         for each, rate in zip(recurrent, rates, strict=True):

@@ -34,9 +34,12 @@ def digest(
     outputs: list[torch.Tensor],
     cotangents: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
+    *,
+    through: Sequence[torch.Tensor] = (),
 ) -> Digest:
     """Return the digest of the parameters' gradients.
 
+    The backward also runs towards ``through``, whose gradients are folded on the way.
     ``.grad`` does not change, and its hooks are not called. Each gradient is folded and freed at
     once, so the gradients never exist together. ``outputs`` is emptied: the graph of a language
     model does not need its logits.
@@ -59,7 +62,7 @@ def digest(
     try:
         torch.autograd.grad(
             edges,
-            [get_gradient_edge(parameter) for parameter in parameters],
+            [get_gradient_edge(each) for each in (*parameters, *through)],
             cotangents,
             allow_unused=True,
         )

@@ -35,9 +35,8 @@ SMALL = 1 << 22
 CLASSES = 1 << 16
 """The most class weights that are stored as JSON."""
 
-Find = Callable[[Batch, bool, Layout | None], Layout]
-"""Verifies how a call is split, by its gradients or by its outputs only. The layout is that of an
-earlier call of the kind, if its rules may hold here too."""
+Find = Callable[[Batch, bool], Layout]
+"""Verifies how a call is split, by its gradients or by its outputs only."""
 Rehearse = Callable[[Batch, Layout], str]
 """Returns the graph shape of a few samples of a call without a plan; empty if they do not fit in
 memory."""
@@ -200,7 +199,7 @@ class Layouts:
 
     def _verify(self, batch: Batch, gradients: bool, key: Key) -> CallKind:
         try:
-            layout = self._find(batch, gradients, None)
+            layout = self._find(batch, gradients)
         except Refused as refusal:
             # A copy: the traceback of the original refers to the batch.
             return CallKind(key, type(refusal)(str(refusal)))
@@ -243,7 +242,7 @@ class Layouts:
         if further in kind.refused:
             raise Refused(kind.refused[further])
         try:
-            kind.layout = self._find_again(batch, gradients, layout)
+            kind.layout = self._find_again(batch, gradients)
         except Undecided:
             return layout
         except Refused as refusal:
@@ -255,9 +254,9 @@ class Layouts:
         self._keep(kind)
         return kind.layout
 
-    def _find_again(self, batch: Batch, gradients: bool, known: Layout | None = None) -> Layout:
+    def _find_again(self, batch: Batch, gradients: bool) -> Layout:
         """Verify the layout on ``batch``; raise ``Undecided`` if that does not fit in memory."""
-        outcome = attempt(lambda: self._find(batch, gradients, known))
+        outcome = attempt(lambda: self._find(batch, gradients))
         if not outcome.fits:
             raise Undecided("memory ran out while the split was verified on another kind of batch")
         return outcome.result()

@@ -1,15 +1,13 @@
-"""The divisors that a mean loss may have, and batches that tell them apart.
+"""The divisors that a mean loss may have.
 
 If all sequences have equal lengths, a sample's share equals its tokens' share, but only one of them
-is right for the next batch. So this module masks labels, cuts holes into masks, and changes lengths
-and classes of a few samples. A rule must hold on all of these *variants*. Values stay within the
-range of the batch, because an index out of range ends a CUDA context and some kernels do not check.
+is right for the next batch. So this module watches what the model's own cross-entropy divides by.
+Where a loss is written by hand, a batch with a new trait (``layout_cache``) is verified again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +32,8 @@ class Observer(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._targets: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
-        self._lookups: list[torch.Tensor] = []
+        self._lookups: set[int] = set()
+        """The addresses of the inputs' storages."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -47,11 +46,15 @@ class Observer(TorchFunctionMode):
             if isinstance(target, torch.Tensor) and not target.is_floating_point():
                 self._targets.append((target.detach().flatten(), ignore, weight))
         elif func is nn.functional.embedding:
-            self._lookups.append(kwargs["input"] if "input" in kwargs else args[0])
+            words = kwargs["input"] if "input" in kwargs else args[0]
+            self._lookups.add(words.untyped_storage().data_ptr())
         return func(*args, **kwargs)
 
     def labels(self, part: Batch, layout: Layout) -> list[Labels]:
-        """Return the arguments that were a cross-entropy's target, as they are or shifted."""
+        """Return the arguments that were a cross-entropy's target, as they are or shifted.
+
+        Forgets the targets, which are a part of the forward.
+        """
         found = []
         for index in layout.batched:
             leaf = part.leaves[index]
@@ -60,14 +63,14 @@ class Observer(TorchFunctionMode):
             for target, ignore, weight in self._targets:
                 for shift in (0, 1) if leaf.ndim > 1 else (0,):
                     if _is_target(leaf, target, ignore, shift):
-                        weights = None if weight is None else weight.detach()
+                        weights = None if weight is None else weight.detach().clone()
                         found.append(Labels(index, ignore, shift, weights=weights))
+        self._targets.clear()
         return list(dict.fromkeys(found))
 
     def looked_up(self, leaf: torch.Tensor) -> bool:
         """Return whether the model has passed the argument to an embedding."""
-        storage = leaf.untyped_storage().data_ptr()
-        return any(each.untyped_storage().data_ptr() == storage for each in self._lookups)
+        return leaf.untyped_storage().data_ptr() in self._lookups
 
 
 def _whole_numbers(leaf: torch.Tensor) -> bool:
@@ -109,50 +112,6 @@ def possible_divisors(part: Batch, layout: Layout, observer: Observer) -> list[L
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A batch in which arguments of the last sample are changed, and of no other sample."""
-
-    batch: Batch
-    masked: bool
-    """Labels were removed, so the gradients are compared as well."""
-    shows: bool = False
-    """A batch like this one has another trait (``layout_cache``) and is verified when it comes. So
-    the rule need not hold on this variant."""
-
-
-Edit = Callable[[torch.Tensor], None]
-
-
-def variants(
-    part: Batch, whole: Batch, layout: Layout, labels: list[Labels], observer: Observer
-) -> Iterator[Variant]:
-    """Yield variants of ``part`` that tell the rules apart; ``part`` has samples of ``whole``."""
-    known = {each.leaf: each for each in labels}
-    for index in layout.batched:
-        leaf = part.leaves[index]
-        if leaf.requires_grad or leaf.is_complex() or not 0 < leaf.numel() <= LARGEST:
-            continue
-        if index in known:
-            ignore = known[index].ignore_index
-            shows = len(known) > 1 and _would_show(whole.leaves[index], ignore)
-            yield Variant(_edited(part, index, layout, _tail(ignore)), masked=True, shows=shows)
-        for edit in _edits(leaf, whole.leaves[index], index in known, observer):
-            yield Variant(_edited(part, index, layout, edit), masked=False)
-    if len(known) > 1:  # no label of a sample counts, as for the start and the end of an answer
-        masked = part
-        for index, label in known.items():
-            masked = _edited(masked, index, layout, _tail(label.ignore_index))
-        yield Variant(masked, masked=True)
-
-
-def _would_show(labels: torch.Tensor, ignore: int) -> bool:
-    """Return whether a batch would get a new trait with its first ignored label."""
-    if ignore < 0:
-        return not bool((labels < 0).any())
-    return labels.ndim == 1 and int(labels.max()) < ignore
-
-
 def rolled(part: Batch, layout: Layout, observer: Observer) -> Batch:
     """Return a batch in which each sample's numbers and words are rolled by another amount.
 
@@ -172,65 +131,3 @@ def rolled(part: Batch, layout: Layout, observer: Observer) -> Batch:
             leaves[index] = moved.movedim(0, layout.dim).contiguous()
             leaves[index].requires_grad_(leaf.requires_grad)
     return replace(part, leaves=leaves)
-
-
-def _edits(
-    leaf: torch.Tensor, whole: torch.Tensor, is_label: bool, observer: Observer
-) -> Iterator[Edit]:
-    on_cpu = leaf.device.type == "cpu"
-    if is_mask(leaf):
-        yield _tail(0)
-        if leaf.is_floating_point():
-            yield _tail(0.5)
-    elif leaf.is_floating_point():
-        yield _tail(0)
-        if on_cpu or bool(whole.isnan().any()):
-            yield _tail(torch.nan)
-    elif leaf.dtype != torch.bool:
-        yield _smaller
-        if leaf.ndim > 1:
-            yield _tail(0)
-        if not is_label and not observer.looked_up(leaf) and bool((whole < 0).any()):
-            yield _tail(IGNORED)
-    if leaf.ndim == 1 and leaf.dtype != torch.bool and not leaf.is_floating_point():
-        low, high = int(whole.min()), int(whole.max())
-        yield _to_other(low, high)
-
-
-def _to_other(low: int, high: int) -> Edit:
-    """Give the last sample another class: the opposite end of the range."""
-
-    def edit(rows: torch.Tensor) -> None:
-        rows[-1] = torch.where(rows[-1] == high, low, high)
-
-    return edit
-
-
-def _edited(part: Batch, index: int, layout: Layout, edit: Edit) -> Batch:
-    leaves = list(part.leaves)
-    leaves[index] = leaves[index].clone()
-    edit(leaves[index].movedim(layout.dim, 0))
-    return replace(part, leaves=leaves)
-
-
-def _tail(value: float) -> Edit:
-    """Set the second half of the last sample, along its first dimension with several entries.
-
-    The last sample runs in a chunk of its own, and descending lengths stay descending.
-    """
-
-    def edit(rows: torch.Tensor) -> None:
-        row = rows[-1]
-        axis = next((axis for axis, size in enumerate(row.shape) if size > 1), None)
-        if axis is None:
-            rows[-1] = value
-        else:
-            size = row.shape[axis]
-            row.narrow(axis, size // 2, size - size // 2).fill_(value)
-
-    return edit
-
-
-def _smaller(rows: torch.Tensor) -> None:
-    """Halve the last sample's entries: a shorter length, another class, another word."""
-    rows[-1] = torch.where(rows[-1] > 1, rows[-1] // 2, rows[-1])

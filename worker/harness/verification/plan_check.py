@@ -1,8 +1,10 @@
 """Checks on a few samples whether a plan keeps its promise on this model and batch.
 
-The gradients of the root's outputs under the plan are compared with those of the plain root. A plan
-that claims to be exact may differ only by the order of sums. Other plans may differ by the rounding
-of their precision. ``split_check`` verifies separately how the chunks of a batch are joined.
+The same samples run without the plan and under it, with the same random draws. In float64, outputs,
+gradients and changes of state must be equal: what a plan does beside rounding shows there. A plan
+that rounds then runs once in its own kernels, and may differ by the rounding of its precision.
+Compiled code, and a model that cannot run in float64, are compared in their own precision.
+``split_check`` verifies separately how the chunks of a batch are joined.
 """
 
 from __future__ import annotations
@@ -42,16 +44,19 @@ from autofit.worker.harness.verification.gradient_digest import (
     coefficients,
     differences,
     digest,
+    fold,
     largest_factor,
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.perturbation import (
-    rounded,
-    vectors_perturbed,
-    weights_rounded,
-)
 from autofit.worker.harness.verification.proof_record import ProofRecord, Sensitivity
+from autofit.worker.harness.verification.shifted_weights import (
+    ShiftedWeights,
+    moving,
+    near,
+    to_bf16,
+    vectors_shifted,
+)
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
     SAMPLES,
@@ -60,6 +65,7 @@ from autofit.worker.harness.verification.split_check import (
     pointing,
     preserved,
 )
+from autofit.worker.harness.verification.split_rules import is_number
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
@@ -71,8 +77,9 @@ Answer = TypeVar("Answer")
 
 
 class Effects(NamedTuple):
-    """What a call does beside its output."""
+    """What a call does."""
 
+    outputs: Digest
     gradients: Digest
     updates: dict[Key, Change | NewValue]
     """The changes of the state that the call can reach."""
@@ -201,22 +208,24 @@ def _prove(
 ) -> None:
     """Apply ``plan`` and compare; ``call`` describes how the call differs from the script's own.
 
-    For an exact plan, biases and norms are perturbed a little: an error that only appears once they
-    are trained must appear here. For a plan that rounds, the noise of the present weights is the
-    measure.
+    For compiled code that does not round, biases and norms move a little: an error that only
+    appears once they are trained must appear here. For a plan that rounds, the noise of the present
+    weights is the measure.
     """
     unsized = plan.unsized
     root.take_back()
-    rounds = plan.in_calls.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
-    call = (rounds, *call)
+    neutral = unsized.in_calls.neutral
     try:
-        with nullcontext() if rounds else vectors_perturbed(root.module):
-            if unsized.in_calls.neutral:
-                root.apply(unsized)
-            else:
+        equal = neutral or _is_equal_in_float64(root, unsized, batch, facts, call)
+        rounds = plan.in_calls.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING
+        call = (rounds, *call)
+        with nullcontext() if rounds else vectors_shifted(root.module):
+            if not neutral and (rounds or not equal):
+                root.take_back()
                 expected, found = _effects_with_and_without(root, unsized, batch, call)
-                if not _compare(root, unsized, facts, found, expected, batch, call):
-                    _prove_exact(root, unsized, batch, facts, call=call)
+                _compare(root, unsized, facts, found, expected, batch, call)
+            elif root.plan != unsized:
+                root.apply(unsized)
             if unsized == plan:
                 return
             # The rest of the plan has just been checked; it is the reference here.
@@ -271,16 +280,104 @@ def _communicates(module: nn.Module) -> bool:
     return shared or moves_together(module)
 
 
-def _prove_exact(
-    root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, *, call: tuple[object, ...]
+def _is_equal_in_float64(
+    root: CheckedRoot, plan: Plan, batch: Batch, facts: Facts, call: tuple[object, ...]
+) -> bool:
+    """Apply ``plan``, and return whether float64 could decide that it changes nothing.
+
+    If one of its kernels has no float64, the levels without rounding are compared alone. Raises
+    ``Refused`` if there is a difference.
+    """
+    exact = Plan.of({s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING})
+    for some in dict.fromkeys((plan, exact)):
+        if some.in_calls.neutral or (both := _in_float64(root, some, batch, call)) is None:
+            continue
+        under, plain, unsteady = both
+        _compare_in_float64(root, some, under, plain, unsteady)
+        return some == plan
+    return False
+
+
+def _compare_in_float64(
+    root: CheckedRoot,
+    plan: Plan,
+    under: Effects,
+    plain: Effects,
+    unsteady: Callable[[], frozenset[str]],
 ) -> None:
-    """Check the exact part of ``plan`` alone: noise has hidden it in the check of the whole."""
-    facts = _as_cast(root, facts)
-    levels = {s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING}
-    difference = root.proof.difference
-    _prove(root, Plan.of(levels), batch, facts, call=call)
-    root.proof.found_difference(difference)
-    root.apply(plan)
+    """Raise ``Refused`` unless the effects are equal; ``unsteady`` returns state that never is."""
+    root.proof.found_difference(mean_difference(under.gradients, plain.gradients))
+    blamed = _blamed(plan)
+    state = _state_differences(under, plain, TOLERANCES.double)
+    if state:
+        excused = unsteady()
+        state = [name for name in state if name not in excused]
+    _refuse_state(state, blamed)
+    if len(under.outputs) != len(plain.outputs):
+        raise Refused("the model returns other outputs under the plan", blamed)
+    for what, found, expected in (
+        ("gradients", under.gradients, plain.gradients),
+        ("outputs", under.outputs, plain.outputs),
+    ):
+        error = max(differences([found], expected), default=0.0) if expected else 0.0
+        if error > TOLERANCES.double:
+            allowed = TOLERANCES.double
+            told = _difference_text(f"by {error:.1e}, {allowed:.1e} allowed", what)
+            raise Refused(told, blamed)
+
+
+def _in_float64(
+    root: CheckedRoot, applied: Plan, batch: Batch, call: tuple[object, ...]
+) -> tuple[Effects, Effects, Callable[[], frozenset[str]]] | None:
+    """Apply a plan; return the effects under it and without it, ``None`` if float64 cannot run.
+
+    Compiled code hides its operations from the modes that widen them. A model whose forward
+    communicates would wait for ranks that do not run this.
+    """
+    if applied["compile"] != AS_IS or _communicates(root.module):
+        return None
+    size, fewest = _size(batch), _fewest_samples(root)
+    whole = bool(size and pointing(batch, _layout(batch)))
+    for most in dict.fromkeys((size,) if whole else (SAMPLES, fewest, size)):
+        samples = widened_batch(_samples(batch, most))
+        key = ("float64", most, *call)
+        outcome = attempt_model(partial(_both_in_float64, root, applied, samples, key))
+        if outcome.value is not None:
+            under, plain = outcome.value
+            return under, plain, partial(_unsteady, root, applied, samples, plain)
+        if isinstance(outcome.failure, CannotRun):
+            break
+    return None
+
+
+def _both_in_float64(
+    root: CheckedRoot, applied: Plan, samples: Batch, key: tuple[object, ...]
+) -> tuple[Effects, Effects]:
+    plain = root.proof.plain_result(key)
+    if plain is None:
+        root.take_back()
+        with autocast_noticed(root):
+            plain = _plain_in_float64(root, samples)
+        root.proof.keep_plain_result(key, plain)
+    dtypes = [parameter.dtype for parameter in root.module.parameters()]
+    root.apply(applied)  # outside of float64, which restores attributes of modules
+    if [parameter.dtype for parameter in root.module.parameters()] != dtypes:
+        raise CannotRun("the plan holds the weights in another precision")
+    with uncompiled(), in_float64(root.module, near) as weights:
+        return _effects(root, root.forward, samples, weights=weights), plain
+
+
+def _plain_in_float64(root: CheckedRoot, samples: Batch) -> Effects:
+    with uncompiled(), in_float64(root.module, near) as weights:
+        return _effects(root, root.plain, samples, weights=weights)
+
+
+def _unsteady(root: CheckedRoot, applied: Plan, samples: Batch, plain: Effects) -> frozenset[str]:
+    """Return the state that differs between two plain runs, such as a stored time."""
+    root.take_back()
+    again = _plain_in_float64(root, samples)
+    root.apply(applied)
+    return frozenset(_state_differences(plain, again, TOLERANCES.double))
 
 
 def _effects_under_plan(root: CheckedRoot, batch: Batch, *, lazy: bool = True) -> Effects:
@@ -345,7 +442,7 @@ def _ways(root: CheckedRoot) -> list[Way]:
     fit: after a shortage in the middle of it, its ranks would no longer match. So does one that is
     paged. It fits neither without checkpointed blocks, so these are not compared with others.
     """
-    fewest = 2 if _has_batch_statistics(root) else 1
+    fewest = _fewest_samples(root)
     several = Way("plain", _enough_samples(root), nullcontext)
     one = Way("plain", fewest, nullcontext)
     on_host = Way("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
@@ -399,9 +496,19 @@ def _enough_samples(root: CheckedRoot) -> int:
     return 4 * SAMPLES if _has_batch_statistics(root) else SAMPLES
 
 
+def _fewest_samples(root: CheckedRoot) -> int:
+    return 2 if _has_batch_statistics(root) else 1
+
+
 def _has_batch_statistics(root: CheckedRoot) -> bool:
     """Return whether the model computes batch statistics, which amplify rounding."""
     return root.facts is not None and root.facts.batch_norm
+
+
+def _blamed(plan: Plan) -> str | None:
+    """Return the only strategy that may be at fault; ``None`` if there are several."""
+    names = [s.name for s, _ in plan.in_calls if s.sized] or [s.name for s, _ in plan.in_calls]
+    return names[0] if len(names) == 1 else None
 
 
 def _compare(
@@ -419,95 +526,38 @@ def _compare(
     of the gradients was compared: if rounding alone changes their direction, only their size can
     be. Several ranks return ``False`` together if one of them might.
     """
-    plan = applied.in_calls
-    names = [s.name for s, _ in plan if s.sized] or [s.name for s, _ in plan]
-    blamed = names[0] if len(names) == 1 else None
+    plan, blamed = applied.in_calls, _blamed(applied)
     root.proof.found_difference(mean_difference(under.gradients, expected.gradients))
     try:
         if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
             return _compare_rounded(root, applied, facts, under, expected, batch, call)
-        _compare_exact(root, applied, under, expected, batch, call)
+        _compare_exact(under, expected)
     except Refused as refusal:
         raise Refused(str(refusal), blamed) from None
     return True
 
 
-def _compare_exact(
-    root: CheckedRoot,
-    applied: Plan,
-    under: Effects,
-    expected: Effects,
-    batch: Batch,
-    call: tuple[object, ...],
-) -> None:
-    """Raise ``Refused`` unless the effects agree up to the order of sums.
+def _compare_exact(under: Effects, expected: Effects) -> None:
+    """Raise ``Refused`` unless the effects agree up to the order of sums, in their own precision.
 
-    A doubtful case runs again in float64. If that is impossible, the share of the plain gradients
-    in those under the plan decides.
+    Where the order makes more, the share of the plain gradients in those under the plan decides.
     """
     error = max(differences([under.gradients], expected.gradients), default=0.0)
-    state = _state_differences(under, expected, TOLERANCES.single_gradients)
-    if error <= TOLERANCES.single_gradients and not state:
+    sure = error <= TOLERANCES.single_gradients
+    tolerance = TOLERANCES.single_gradients if sure else TOLERANCES.residual
+    _refuse_state(_state_differences(under, expected, tolerance))
+    if sure:
         return
-    limit = TOLERANCES.double
-    if (both := _in_float64(root, applied, batch)) is None:
-        shares, _, rest = coefficients([expected.gradients], under.gradients)
-        off = max((abs(share - 1.0) for share in shares), default=0.0)
-        sure = off <= TOLERANCES.coefficient and rest <= TOLERANCES.residual
-        limit = error if sure else TOLERANCES.single_gradients
-        state = _state_differences(under, expected, TOLERANCES.residual)
-    else:
-        wide, plain = both
-        error = max(differences([wide.gradients], plain.gradients), default=0.0)
-        state = _state_differences(wide, plain, TOLERANCES.double)
-    if state and not _communicates(root.module):
-        unsteady = _on_samples_that_fit(root, applied, batch, call, _unsteady) or frozenset()
-        state = [name for name in state if name not in unsteady]
-    _refuse_state(state)
-    if error > limit:
-        raise Refused(_difference_text(f"by {error:.1e}, {limit:.1e} allowed"))
+    shares, _, rest = coefficients([expected.gradients], under.gradients)
+    off = max((abs(share - 1.0) for share in shares), default=0.0)
+    if off > TOLERANCES.coefficient or rest > TOLERANCES.residual:
+        raise Refused(
+            _difference_text(f"by {error:.1e}, {TOLERANCES.single_gradients:.1e} allowed")
+        )
 
 
 def _state_differences(under: Effects, expected: Effects, exact: float) -> list[str]:
     return different_updates(under.updates, expected.updates, exact=exact)
-
-
-def _unsteady(root: CheckedRoot, samples: Batch, plain: Effects) -> frozenset[str]:
-    """Return the state that differs between two plain runs, such as a stored time."""
-    one, other = plain, _effects(root, root.plain, samples)
-    return frozenset(_state_differences(one, other, TOLERANCES.single_gradients))
-
-
-def _in_float64(root: CheckedRoot, applied: Plan, batch: Batch) -> tuple[Effects, Effects] | None:
-    """Return the effects in float64, under the plan and without it; ``None`` if it cannot run.
-
-    Compiled code hides its operations from the modes that widen them. A model whose forward
-    communicates would wait for ranks that do not run this.
-    """
-    if applied["compile"] != AS_IS or _communicates(root.module):
-        return None
-    size, ways = _size(batch), [(most, saved) for _, most, saved in _ways(root)]
-    for most, saved in [*ways, *((size, saved) for _, saved in ways)]:
-        samples = widened_batch(_samples(batch, most))
-        outcome = attempt_model(partial(_both_in_float64, root, applied, samples, saved))
-        if outcome.value is not None:
-            return outcome.value
-        if isinstance(outcome.failure, CannotRun):
-            break
-    if root.plan != applied:
-        root.apply(applied)
-    return None
-
-
-def _both_in_float64(
-    root: CheckedRoot, applied: Plan, samples: Batch, saved: Saved
-) -> tuple[Effects, Effects]:
-    root.take_back()
-    with saved(), in_float64(root.module):
-        plain = _effects(root, root.plain, samples)
-    root.apply(applied)  # outside the context, which restores attributes of modules
-    with saved(), in_float64(root.module):
-        return _effects(root, root.forward, samples), plain
 
 
 def _compare_rounded(
@@ -550,13 +600,13 @@ def _compare_rounded(
     raise Refused(_difference_text(figures))
 
 
-def _refuse_state(differing: list[str]) -> None:
+def _refuse_state(differing: list[str], blamed: str | None = None) -> None:
     if differing:
-        raise Refused(f"the model's {differing[0]} would not change as it does")
+        raise Refused(f"the model's {differing[0]} would not change as it does", blamed)
 
 
-def _difference_text(figures: str) -> str:
-    return f"the gradients differ from the plain model's {figures}"
+def _difference_text(figures: str, what: str = "gradients") -> str:
+    return f"the {what} differ from the plain model's {figures}"
 
 
 def _as_cast(root: CheckedRoot, facts: Facts) -> Facts:
@@ -571,11 +621,18 @@ def _sensitivity(root: CheckedRoot, samples: Batch, plain: Effects) -> Sensitivi
     it amplifies the rounding of any lower precision. With BatchNorm at random initialisation, the
     gradients differ by tens of per cent.
     """
-    with weights_rounded(root.module.parameters()):
-        leaves = [rounded(leaf) for leaf in samples.leaves]
-        found = _effects(root, root.plain, Batch(leaves, samples.spec))
+    with moving(root.module, to_bf16) as weights:
+        leaves = [_rounded(leaf) for leaf in samples.leaves]
+        found = _effects(root, root.plain, Batch(leaves, samples.spec), weights=weights)
     buffers = frozenset(different_updates(found.updates, plain.updates))
     return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
+
+
+def _rounded(leaf: Any) -> Any:
+    """Return a float32 tensor rounded to bf16; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
+        return leaf
+    return leaf.detach().bfloat16().float().requires_grad_(leaf.requires_grad)
 
 
 def _on_samples_that_fit(
@@ -632,12 +689,19 @@ def _chunk(plan: Plan, batch: Batch) -> int:
     return last - first
 
 
-def _effects(root: CheckedRoot, forward: Forward, batch: Batch, *, lazy: bool = True) -> Effects:
-    """Return the gradients of all outputs of the root, and the changes of its state.
+def _effects(
+    root: CheckedRoot,
+    forward: Forward,
+    batch: Batch,
+    *,
+    weights: ShiftedWeights | None = None,
+    lazy: bool = True,
+) -> Effects:
+    """Return the outputs of the root, the gradients of all of them, and the changes of its state.
 
-    Without ``lazy``, outputs that are computed only when something uses them are left out.
-    The random draws are the same each time. ``DistributedDataParallel`` runs inside ``no_sync``, so
-    that no gradient is reduced.
+    ``weights``: those that the model runs with. Without ``lazy``, outputs that are computed only
+    when something uses them are left out. The random draws are the same each time.
+    ``DistributedDataParallel`` runs inside ``no_sync``, so that no gradient is reduced.
     """
     args, kwargs = batch.call(batch.leaves)
     quiet = getattr(root.outer, "no_sync", nullcontext)
@@ -646,9 +710,9 @@ def _effects(root: CheckedRoot, forward: Forward, batch: Batch, *, lazy: bool = 
         if not lazy and not all(isinstance(leaf, Deferred) for leaf in leaves):
             leaves = [leaf for leaf in leaves if not isinstance(leaf, Deferred)]
         values = [leaf.value() if isinstance(leaf, Deferred) else leaf for leaf in leaves]
-        outputs = [
-            value for value in values if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
+        numbers = [value for value in values if is_number(value)]
+        folded = [fold(value) for value in numbers]
+        outputs = [value for value in numbers if value.requires_grad]
         cotangents = [
             torch.ones_like(leaf) if leaf.numel() == 1 else pattern(leaf, 0, 0).div_(leaf.numel())
             for leaf in outputs
@@ -656,12 +720,13 @@ def _effects(root: CheckedRoot, forward: Forward, batch: Batch, *, lazy: bool = 
         own = [p for p in root.module.parameters() if p.requires_grad]
         parameters = [*own, *gathered(root.module)]
         counts = bool(outputs)
-        del leaves, values
-        found = digest(outputs, cotangents, parameters) if counts else []
+        del leaves, values, numbers
+        differentiate = digest if weights is None else weights.digest
+        found = differentiate(outputs, cotangents, parameters) if counts else []
         if counts and not any(bool(each.any()) for each in found):
             raise Refused("no gradient of its weights is there to be compared")
         del outputs, cotangents
-        return Effects(found, updates_since(start))
+        return Effects(folded, found, updates_since(start))
 
 
 @contextmanager

@@ -12,12 +12,11 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -25,21 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
-from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.module_state import near
 from autofit.worker.harness.torch_state.reachable_state import (
     ABSENT,
     Absent,
-    Key,
     Place,
     Snapshot,
     changes,
     tensors_of,
 )
 from autofit.worker.harness.torch_state.state_kinds import PLAIN, Large
-from autofit.worker.oom.attempt import attempt_model
 
 
 def refuse_listeners(module: nn.Module) -> None:
@@ -49,6 +45,13 @@ def refuse_listeners(module: nn.Module) -> None:
         if any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks):
             where = f"on {name}" if name else "on the model"
             raise Refused(f"a backward hook of the script {where} would see each part's gradient")
+
+
+def refuse_checkpoint_around() -> None:
+    """Raise ``Refused`` if a checkpoint of the script will run the root again, in a backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise Refused("the script checkpoints the model as a whole, which would run without parts")
 
 
 def refuse_changed_arguments(part: Batch, before: list[int | None], after: Batch) -> None:
@@ -71,8 +74,9 @@ def versions(part: Batch) -> list[int | None]:
 
 def weights(module: nn.Module) -> list[float]:
     """Return the norm of each parameter, to detect a forward that changes it."""
-    plain = [p.detach() for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
-    return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
+    with torch._C.DisableTorchFunction(), torch.no_grad():  # the parameters, no shifted weights
+        plain = [p for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
+        return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
 
 
 def _fraction(tensor: torch.Tensor) -> bool:
@@ -80,92 +84,59 @@ def _fraction(tensor: torch.Tensor) -> bool:
 
 
 def state_updates(
-    start: Snapshot, whole: Batch, chunk: Batch, forward: Forward, after: Snapshot, *, draws: bool
+    start: Snapshot, first: Snapshot, later: Sequence[tuple[Snapshot, Snapshot]]
 ) -> tuple[Place, ...]:
-    """Return the state that each call updates.
+    """Return the state that each call updates in the same way.
 
-    Raises ``Refused`` if the update depends on the samples.
-    ``after`` is the state after ``whole`` has run from ``start``. A table that only the first call
-    creates, such as one of positions, does not count; a switch that the first call sets does.
-    ``draws``: the forward draws random numbers, so that another call may update something else.
+    ``first``: the state after a call from ``start``; ``later``: those before and after others. A
+    table that only the first call creates, such as one of positions, does not count; a switch that
+    it sets does.
     """
-    first = changes(start, after)
-    again = _state_after(start.module, whole, forward) if first or draws else after
-    every = changes(after, again)
-    steady = not first and not every
-    if not steady:
-        start.restore()
-
-    def compare() -> list[Key]:
-        other = _state_after(start.module, chunk, forward)
-        differing = [key for key in changes(after, other) if not _is_table(key, after, other)]
-        if steady:  # the chunk would start from the same state after the whole
-            return differing
-        start.restore()
-        _state_after(start.module, whole, forward)
-        return differing + changes(again, _state_after(start.module, chunk, forward))
-
-    outcome = attempt_model(compare)
-    if first and outcome.failure is not None:  # such as statistics of a single sample
-        raise Refused(_remembered_text(first[0][0])) from outcome.failure
-    if differing := outcome.result():
-        raise Refused(_remembered_text(differing[0][0]))
-    switches = [key for key in first if _is_plain(start, key) and _is_plain(after, key)]
-    return start.places(dict.fromkeys((*every, *switches)), again)
+    switches = [k for k in changes(start, first) if _is_plain(start, k) and _is_plain(first, k)]
+    every = [key for before, after in later for key in changes(before, after)]
+    return start.places(dict.fromkeys((*every, *switches)), later[-1][1] if later else first)
 
 
-def refuse_changes_in_backward(
-    start: Snapshot, after: Snapshot, with_graph: Mapping[Key, Any]
+def refuse_other_changes(
+    start: Snapshot, whole: Snapshot, chunk: Snapshot, tolerance: float
 ) -> None:
-    """Raise ``Refused`` if a backward, or only a forward with a graph, changes the state.
+    """Raise ``Refused`` unless a chunk has changed the state as all samples have.
 
-    ``after``: a forward without a graph; ``with_graph``: the changes of a forward with a graph and
-    its backward.
+    All three states begin with ``start``. A new tensor whose size depends on the number of samples
+    is a table: the comparison of outputs shows whether its content depends on the samples. An item
+    of a container is none, because somebody collects it.
     """
-    without = set(changes(start, after))
-    for key, value in with_graph.items():
-        if key not in without or not near(value, after.values.get(key), None):
-            raise Refused(f"the model changes its {key[0]} in a backward")
+    for key in changes(whole, chunk):
+        one, other = whole.values.get(key), chunk.values.get(key)
+        may_be_table = key not in start.values and "[" not in key[0]
+        if near(one, other, tolerance) or (may_be_table and _is_table(one, other)):
+            continue
+        raise Refused(_remembered_text(key[0]))
 
 
-def _is_table(key: Key, one: Snapshot, other: Snapshot) -> bool:
-    """Return whether the size of a tensor depends on the number of samples.
+def refuse_changes_in_backward(after: Snapshot, now: Snapshot) -> None:
+    """Raise ``Refused`` if a backward has changed the state since ``after``, its forward."""
+    for name, _ in changes(after, now):
+        raise Refused(f"the model changes its {name} in a backward")
 
-    The comparison of outputs shows whether its content depends on the samples.
-    """
-    values = (each.values.get(key) for each in (one, other))
+
+def _is_table(one: Any, other: Any) -> bool:
     shapes = [
         value[0].shape
-        for value in values
+        for value in (one, other)
         if isinstance(value, tuple) and value and isinstance(value[0], (torch.Tensor, Large))
     ]
     return len(shapes) == 2 and shapes[0] != shapes[1]
 
 
-def _is_plain(snapshot: Snapshot, key: Key) -> bool:
+def _is_plain(snapshot: Snapshot, key: tuple[str, str]) -> bool:
     return isinstance(snapshot.values.get(key, ABSENT), (*PLAIN, Absent))
-
-
-def _state_after(module: nn.Module, part: Batch, forward: Forward) -> Snapshot:
-    args, kwargs = part.call(part.leaves)
-    with torch.no_grad():
-        forward(*args, **kwargs)
-    return Snapshot(module, copies=False)
 
 
 def _remembered_text(name: str) -> str:
     if name.startswith("buffer"):
         return f"the model changes its {name} in every forward"
     return f"the model keeps something of a forward for later: its {name}"
-
-
-class _Saved:
-    """Holds a tensor that a graph has saved."""
-
-    __slots__ = ("__weakref__", "content")
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
 
 
 class Witness(TorchDispatchMode):
@@ -207,47 +178,44 @@ def _strided(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
 
-def refuse_escapes(
-    module: nn.Module, part: Batch, forward: Forward, hooks: saved_tensors_hooks | None = None
-) -> set[torch.dtype]:
-    """Run ``forward`` once with a graph; raise ``Refused`` if a part of it stays alive.
+class Escapes:
+    """Refuses a model that keeps a part of its forward for later, or uses foreign weights."""
 
-    Returns the data types that it computes in. ``hooks`` store autograd's saved tensors.
-    """
-    saved: list[weakref.ref[_Saved]] = []
+    def __init__(self, module: nn.Module, part: Batch, anchor: torch.Tensor) -> None:
+        """``anchor``: stands for the parameters in a graph."""
+        self.witness = Witness()
+        """Is to see the forward."""
+        self._module = module
+        self._part = part
+        self._own = {id(each) for each in (*module.parameters(), *part.leaves, anchor)}
+        self._foreign: list[weakref.ref[torch.Tensor]] = []
 
-    def pack(tensor: torch.Tensor) -> _Saved:
-        tensor = tensor.detach()  # the tensor itself would refer to its graph: a cycle
-        holder = _Saved(tensor if hooks is None else hooks.pack_hook(tensor))
-        saved.append(weakref.ref(holder))
-        return holder
+    def note_graph(self, outputs: Iterable[Any]) -> None:
+        """Note which tensors other than the module's a backward would bring gradients to.
 
-    def unpack(holder: _Saved) -> torch.Tensor:
-        return holder.content if hooks is None else hooks.unpack_hook(holder.content)
+        Some of transformers' models create a tensor from a waveform that requires gradients. It is
+        freed with the graph, so nobody can read its gradient.
+        """
+        reached = differentiated(outputs)
+        self._foreign = [weakref.ref(each) for each in reached if id(each) not in self._own]
 
-    args, kwargs = part.call(part.leaves)
-    torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
-    witness = Witness()
-    with saved_tensors_hooks(pack, unpack), witness:
-        output = forward(*args, **kwargs)
-    own = {id(parameter) for parameter in (*module.parameters(), *part.leaves)}
-    # Some of transformers' models create a tensor from a waveform that requires gradients. It is
-    # freed with the graph, so nobody can read its gradient.
-    reached = differentiated(tree_leaves(output))
-    foreign = [weakref.ref(tensor) for tensor in reached if id(tensor) not in own]
-    del reached
-    del output
-    torch.clear_autocast_cache()
-    _drop_graphs_of_weights(module)
-    known = _strided(list(tensors_of(module)))
-    there: list[weakref.ref[Any]] = [*saved, *foreign]
-    if any(each() is not None for each in there) or witness.still_alive(known):
-        gc.collect()
-    if any(each() is not None for each in saved) or witness.still_alive(known):
-        raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
-    if any(each() is not None for each in foreign):
-        raise Refused("the model uses tensors that need gradients and are not its parameters")
-    return witness.dtypes
+    def refuse_escapes(self, outputs: Iterable[Any]) -> None:
+        """Raise ``Refused`` if more than ``outputs`` is left once the graph is freed."""
+        torch.clear_autocast_cache()
+        _drop_graphs_of_weights(self._module)
+        held = _strided(list(tensors_of(self._module)))
+        known = [*held, *_strided([*outputs, *self._part.leaves])]
+        if self.witness.still_alive(known):
+            gc.collect()
+        if any(each.grad_fn is not None for each in held) or self.witness.still_alive(known):
+            raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
+
+    def refuse_foreign(self) -> None:
+        """Raise ``Refused`` if somebody can read the gradient of a tensor that was noted."""
+        if any(each() is not None for each in self._foreign):
+            gc.collect()
+        if any(each() is not None for each in self._foreign):
+            raise Refused("the model uses tensors that need gradients and are not its parameters")
 
 
 def _drop_graphs_of_weights(module: nn.Module) -> None:

@@ -1,13 +1,14 @@
-"""Compares a few samples with three uneven chunks of them to find the rules of joining."""
+"""Compares whole samples with uneven chunks of them, and finds the rules of joining.
+
+One comparison holds at one *point*: with certain weights and samples. A rule must hold at all
+points that are compared, by outputs, by gradients and by the state that a forward changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec
@@ -16,34 +17,30 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.layout import Batch, Cut, Join, Labels, Layout, Rule, joined
 from autofit.worker.harness.torch_state.pytree import flatten
-from autofit.worker.harness.torch_state.reachable_state import equal
+from autofit.worker.harness.torch_state.reachable_state import Snapshot, equal
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.fixed_draws import FixedDraws
 from autofit.worker.harness.verification.gradient_digest import (
     Digest,
     coefficients,
     differences,
-    digest,
     length,
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.loss_weights import (
-    Observer,
-    Variant,
-    possible_divisors,
-    variants,
+from autofit.worker.harness.verification.loss_weights import Observer, possible_divisors
+from autofit.worker.harness.verification.shifted_weights import Move, ShiftedWeights, last_bits
+from autofit.worker.harness.verification.side_effects import (
+    refuse_changes_in_backward,
+    refuse_other_changes,
 )
-from autofit.worker.harness.verification.perturbation import last_bits_perturbed
 from autofit.worker.harness.verification.tolerances import TOLERANCES
-from autofit.worker.oom.attempt import attempt, attempt_model
+from autofit.worker.oom.attempt import attempt_model
 
 PIECE = 1 << 24
 """The number of entries that are compared at a time."""
 CLOSER = 10
 """An output must be this many times closer to its own sample's output than to another sample's."""
-Candidates = list[list[Join]]
-"""The rules that may still hold, for each output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +105,20 @@ STANDARD = 4.0
 """The number of standard errors that a coefficient may differ from 1."""
 LAST_BITS = 20
 """The number of units in the last place that rounding may change an output by."""
-SINGLE = Criterion(
-    TOLERANCES.single_outputs,
-    TOLERANCES.single_gradients,
-    LAST_BITS * torch.finfo(torch.float32).eps,
-)
-"""Tolerances in float32, where the order of sums makes a difference."""
 DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo(torch.float64).eps)
-"""The same in float64."""
+"""The tolerances in float64."""
+
+
+def by_coefficients(epsilon: float, scale: float) -> Criterion:
+    """Return the tolerances for a model's own precision, whose machine epsilon is ``epsilon``."""
+    single = epsilon <= torch.finfo(torch.float32).eps
+    outputs = TOLERANCES.single_outputs if single else tolerance(epsilon)
+    return Criterion(outputs, None, LAST_BITS * epsilon, scale)
+
+
+def tolerance(epsilon: float) -> float:
+    """Return the relative difference that an output may have in a type with this ``epsilon``."""
+    return min(TOLERANCES.coarse, TOLERANCES.epsilons * epsilon)
 
 
 def _refuse_by_coefficients(pieces: Sequence[Digest], expected: Digest) -> None:
@@ -142,234 +145,228 @@ def _refuse_by_coefficients(pieces: Sequence[Digest], expected: Digest) -> None:
 class Runner:
     """Runs parts of a batch, so that the same samples give the same result each time."""
 
-    def __init__(self, forward: Forward, layout: Layout, draws: FixedDraws | None) -> None:
+    def __init__(
+        self, forward: Forward, layout: Layout, draws: FixedDraws, weights: ShiftedWeights
+    ) -> None:
         self.forward = forward
         self.layout = layout
-        self._draws = draws
+        self.draws = draws
+        self.weights = weights
         self._start = RandomState.now()
+        self.drew_elsewhere = False
+        """A forward has drawn with Python's or NumPy's generator."""
 
     def run(self, part: Batch, cut: Cut) -> Output:
         """Return the root's output for the samples of ``part`` in ``cut``."""
-        if self._draws is not None:
-            self._draws.cut = cut
-            self._start.restore_elsewhere()
+        return self.call(part, cut)[0]
+
+    def call(self, part: Batch, cut: Cut) -> tuple[Output, Batch]:
+        """Return the root's output, and the arguments after the forward."""
+        self.draws.cut = cut
+        self._start.restore_elsewhere()
         torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
-        args, kwargs = part.call(self.layout.select(part, cut))
-        return Output.of(self.forward(*args, **kwargs))
+        whole = cut == (0, self.layout.size(part))
+        args, kwargs = part.call(part.leaves if whole else self.layout.select(part, cut))
+        output = Output.of(self.forward(*args, **kwargs))
+        self.drew_elsewhere |= RandomState.now().elsewhere != self._start.elsewhere
+        return output, Batch.of(args, kwargs)
 
 
-@dataclass(slots=True)
-class Progress:
-    """What a search for the rules has settled, so that float64 can decide the rest alone."""
+class Whole(NamedTuple):
+    """What the samples gave in one piece."""
 
-    candidates: Candidates | None = None
-    """The rules that hold on a few samples and their variants; ``None`` until they are known."""
-    differentiable: list[bool] = field(default_factory=list)
-    """Which outputs have a gradient."""
-    alike: list[list[Join]] = field(default_factory=list)
-    """For each output, the rules by which samples in another order would have passed as well."""
-    sizes: bool = False
-    """The candidates hold for the whole batch too."""
-    gradients: bool = False
-    """The gradients of the samples add up."""
-    unchecked: list[int] = field(default_factory=list)
-    """The variants whose gradients have yet to be compared, by their positions."""
+    output: Output
+    gradients: Digest | None
+    """``None`` if no output has a gradient."""
+    start: Snapshot
+    """The state before the forward."""
+    after: Snapshot
+    """The state after it."""
 
 
 class Comparison:
-    """Finds the rules; raises ``Refused`` if none hold."""
+    """Compares samples with their chunks; raises ``Refused`` if no rule joins them."""
 
     def __init__(
         self,
         runner: Runner,
         part: Batch,
-        whole: Batch,
-        parameters: Mapping[str, torch.Tensor],
-        criterion: Criterion,
+        parameters: dict[str, torch.Tensor],
+        criterion: Callable[[], Criterion],
         observer: Observer,
     ) -> None:
-        """Create a comparison of ``part``, a few samples of ``whole``.
+        """Create a comparison of ``part``.
 
-        Without ``parameters``, only outputs are compared.
+        Without ``parameters``, only outputs are compared. ``criterion`` is called after a forward,
+        which shows the precision that the model computes in.
         """
         self.runner = runner
         self.layout = runner.layout
         self.part = part
-        self.whole = Batch([_detached(leaf) for leaf in whole.leaves], whole.spec)
         self.parameters = parameters
-        self.criterion = criterion
-        self.size = self.layout.size(part)
-        self.cuts = uneven(self.size)
+        self._criterion = criterion
         self.observer = observer
-        self.labels = observer.labels(part, self.layout)
-        self.divisors = possible_divisors(part, self.layout, observer)
+        self.size = self.layout.size(part)
+        self.possible: list[list[Join]] = []
+        """For each output, the rules that have held so far."""
+        self.differentiable: list[bool] = []
+        """Which outputs have a gradient."""
+        self._labels: list[Labels] = []
+        self._divisors: list[Labels] = []
+        self._confirms = False
+        """The first point has been compared."""
 
-    def find(self, progress: Progress) -> Layout:
-        """Return the layout with a rule for each output.
+    @property
+    def criterion(self) -> Criterion:
+        """The tolerances."""
+        return self._criterion()
 
-        ``progress``: what an earlier search has settled; this search settles the rest.
-        """
-        if progress.candidates is None:
-            self._settle_candidates(progress)
-        assert progress.candidates is not None
-        if not progress.sizes:
-            progress.candidates = self._same_in_all_sizes(progress.candidates)
-            progress.sizes = True
-        joins = tuple(map(self._choose, progress.candidates, progress.differentiable))
-        layout = replace(self.layout, joins=joins)
-        if self.parameters:
-            self._settle_gradients(layout, progress)
-            self._refuse_alike(layout, progress)
-        return layout
+    @property
+    def found(self) -> Layout:
+        """The layout with the first rule that has held for each output."""
+        pairs = zip(self.possible, self.differentiable, strict=True)
+        joins = tuple(replace(joins[0], detached=not differs) for joins, differs in pairs)
+        draws = self.runner.draws.drew or self.runner.drew_elsewhere
+        return replace(self.layout, joins=joins, draws=draws)
 
-    def _settle_candidates(self, progress: Progress) -> None:
-        """Find the rules that hold on the few samples and on their variants."""
-        whole, chunks = self._expected()
-        candidates = [self._possible(leaf) for leaf in whole.leaves]
-        try:
-            candidates = self._holding(candidates, self.part, whole, chunks)
-        except Mismatch:
-            self._refuse_without_graph(whole)
-            raise
-        differentiable = [is_number(leaf) and leaf.requires_grad for leaf in whole.leaves]
-        alike = [
-            [join for join in joins if differs and self._is_alike(join, leaf, column)]
-            for leaf, differs, joins, column in zip(
-                whole.leaves, differentiable, candidates, _columns(chunks), strict=True
-            )
+    # --- points ----------------------------------------------------------------------------
+
+    def observed(self) -> None:
+        """Read what the first forward has divided by."""
+        self._labels = self.observer.labels(self.part, self.layout)
+        self._divisors = possible_divisors(self.part, self.layout, self.observer)
+
+    def whole(self, output: Output, start: Snapshot) -> Whole:
+        """Run the backward of ``output``, that of all samples; empties its graph."""
+        after = Snapshot(self.runner.weights.module)
+        values = output.without_graph()
+        gradients = self._gradients(output, [self._cotangent(leaf) for leaf in values.leaves])
+        if gradients is not None:
+            refuse_changes_in_backward(after, Snapshot(after.module, copies=False))
+        return Whole(values, gradients, start, after)
+
+    def first(self, whole: Whole) -> None:
+        """Find the rules that hold at the first point, also for a chunk without a graph."""
+        self.possible = [self._rules(leaf) for leaf in whole.output.leaves]
+        self.differentiable = [
+            is_number(leaf) and leaf.requires_grad for leaf in whole.output.leaves
         ]
-        unchanged, unchecked = chunks[:-1], []
-        del whole, chunks
-        for index, variant in enumerate(self._variants()):
-            try:
-                narrower = self._holding_on_variant(candidates, variant.batch, unchanged)
-            except Mismatch:
-                if not variant.shows or self.criterion is SINGLE:
-                    raise
-                continue  # a batch with this trait is verified when it comes
-            if narrower is not None:
-                candidates = narrower
-                unchecked += [index] if variant.masked else []
-        progress.candidates, progress.differentiable = candidates, differentiable
-        progress.alike, progress.unchecked = alike, unchecked
-
-    def _settle_gradients(self, layout: Layout, progress: Progress) -> None:
-        """Compare the gradients of the samples and of those variants that have other labels.
-
-        A variant is cut in two: the samples that are not changed, and the last one.
-        """
-        if not progress.gradients:
-            self._check_gradients(layout, self.part, self.cuts)
-            progress.gradients = True
-        last = self.cuts[-1]
-        for index, variant in enumerate(self._variants()):
-            if index in progress.unchecked:
-                self._check_gradients(layout, variant.batch, [(0, last[0]), last])
-                progress.unchecked.remove(index)
-
-    def _variants(self) -> Iterator[Variant]:
-        return variants(self.part, self.whole, self.layout, self.labels, self.observer)
-
-    def verify_again(self) -> None:
-        """Raise ``Refused`` unless all rules of the layout hold here too, by outputs and gradients.
-
-        Unlike ``confirm``, this counts outputs that are the same for all chunks.
-        """
-        whole, expected = self._with_gradients(self.layout, self.part, (0, self.size))
-        if not _finite(whole):
+        if not _finite(whole.output):
             raise Undecided("the model's outputs are not finite")
-        self._add_up(whole, expected, constants=True)
+        cuts = uneven(self.size)
+        without = self._without_graph(whole, cuts[0]) if self.parameters else None
+        chunks = self._chunks(whole, cuts)
+        if without is not None and not self._alike(without, chunks[0]):
+            raise Mismatch("the model answers differently without gradients")
+        values = [chunk.without_graph() for chunk in chunks]
+        self._compare(whole, chunks, cuts)
+        self._refuse_undecided(whole, values)
 
-    def confirm(self) -> None:
-        """Raise ``Mismatch`` unless the layout's own rules hold here too.
+    def again(self, whole: Whole) -> None:
+        """Narrow the rules by a second point.
 
-        Outputs that were the same for all chunks may differ here. If an output is not finite or has
-        no gradient, the samples do not count. Raises ``Undecided`` if the last bits of the weights
-        make as much difference, as attention over two words can in many layers.
+        It does not count if outputs are not finite. Outputs that were the same for all chunks may
+        differ here.
         """
+        self._confirms = True
+        if _finite(whole.output):
+            cuts = [(0, 1), (1, self.size)]
+            self._compare(whole, self._chunks(whole, cuts), cuts)
+
+    def in_other_sizes(self, batch: Batch, start: Snapshot) -> None:
+        """Narrow the rules by the outputs of the whole ``batch`` and of two parts of it."""
+        size = self.layout.size(batch)
+        cuts = [(0, self.size), (self.size, size)]
+        start.restore()
+        with torch.no_grad():
+            whole = self.runner.run(batch, (0, size))
+            chunks = [self._started(start, batch, cut) for cut in cuts]
         try:
-            self._confirm()
-        except Mismatch:
-            if self.criterion is not SINGLE and self._is_chaotic():
-                raise Undecided("the last bits of the weights decide what is returned") from None
-            raise
+            self.possible = self._holding(whole, chunks, cuts, batch)
+        except Refused as refusal:
+            raise Mismatch("the model's output differs for parts of another size") from refusal
 
-    def _is_chaotic(self) -> bool:
-        """Return whether other last bits of the weights make other outputs or gradients."""
-        whole = (0, self.size)
-        with torch.no_grad() if self.criterion is DOUBLE else nullcontext():  # outputs are enough
-            expected, gradients = self._with_gradients(self.layout, self.part, whole)
-            with last_bits_perturbed(self.parameters.values(), self.criterion.nudge):
-                found, others = self._with_gradients(self.layout, self.part, whole)
-        if not all(map(self.close, found.leaves, expected.leaves)):
+    def is_chaotic(self, whole: Whole, move: Move) -> bool:
+        """Return whether other last bits of the shifted weights make other outputs or gradients."""
+        weights = self.runner.weights
+        weights.move = last_bits(move, self.criterion.nudge)
+        try:
+            again = self.whole(self._started(whole.start, self.part, (0, self.size)), whole.start)
+        finally:
+            weights.move = move
+        if not self._alike(again.output, whole.output):
             return True
-        if gradients is None or others is None:
+        if again.gradients is None or whole.gradients is None:
             return False
-        return mean_difference(others, gradients) > TOLERANCES.rounding
+        limit = self.criterion.gradients
+        limit = TOLERANCES.rounding if limit is None else limit / 10
+        return mean_difference(again.gradients, whole.gradients) > limit
 
-    def _confirm(self) -> None:
-        whole, expected = self._with_gradients(self.layout, self.part, (0, self.size))
-        if _finite(whole):
-            self._add_up(whole, expected, constants=False)
+    def _started(self, start: Snapshot, part: Batch, cut: Cut) -> Output:
+        """Run some samples from a state."""
+        start.restore()
+        return self.runner.run(part, cut)
 
-    def _add_up(self, whole: Output, expected: Digest | None, *, constants: bool) -> None:
-        """Raise ``Mismatch`` unless the chunks add up to the samples, by outputs and gradients.
-
-        ``constants``: also compare outputs that the layout takes from the first chunk.
-        """
-        found = [self._with_gradients(self.layout, self.part, cut) for cut in self.cuts]
-        columns = _columns([chunk for chunk, _ in found])
-        for join, leaf, column in zip(self.layout.joins, whole.leaves, columns, strict=True):
-            compared = constants or join.rule is not Rule.SAME
-            if compared and not self._holds(join, self.part, self.cuts, column, leaf):
-                raise Mismatch(_mismatch_text(leaf))
-        self._compare_gradients(expected, [gradients for _, gradients in found])
-
-    def _expected(self) -> tuple[Output, list[Output]]:
-        """Return the outputs of the samples with a graph, and those of their chunks without one.
-
-        The comparison of both also shows whether the model answers alike without a graph.
-        """
-        whole = self.runner.run(self.part, (0, self.size)).without_graph()
+    def _without_graph(self, whole: Whole, cut: Cut) -> Output:
         with torch.no_grad():
-            return whole, self._chunks(whole, self.part, self.cuts)
+            outcome = attempt_model(lambda: self._started(whole.start, self.part, cut))
+        if outcome.failure is not None:
+            self._started(whole.start, self.part, cut)  # raises if the model cannot run at all
+            raise Refused("the model cannot run without gradients, as a part of it must")
+        return outcome.result()
 
-    def _refuse_without_graph(self, whole: Output) -> None:
-        with torch.no_grad():
-            again = self.runner.run(self.part, (0, self.size))
-        for one, other in zip(again.leaves, whole.leaves, strict=True):
-            if is_number(other) and not (is_number(one) and self.close(one, other)):
-                raise Mismatch("the model answers differently without gradients")
+    def _chunks(self, whole: Whole, cuts: Sequence[Cut]) -> list[Output]:
+        """Return the outputs of the chunks, each from the state before the whole."""
+        found = []
+        for cut in cuts:
+            found.append(self._started(whole.start, self.part, cut))
+            if found[-1].spec != whole.output.spec:
+                raise Refused("the model's output has another structure for a part of the batch")
+            now = Snapshot(whole.start.module, copies=False)
+            refuse_other_changes(whole.start, whole.after, now, self.criterion.outputs)
+        return found
 
-    def _holding_on_variant(
-        self, candidates: Candidates, part: Batch, unchanged: Sequence[Output]
-    ) -> Candidates | None:
-        """Return the rules that hold on a variant; ``None`` if the model cannot run on it.
+    def _compare(self, whole: Whole, chunks: list[Output], cuts: Sequence[Cut]) -> None:
+        """Narrow the rules by what chunks gave; raise ``Mismatch`` if gradients do not add up."""
+        self.possible = self._holding(whole.output, chunks, cuts, self.part)
+        pieces = [
+            self._gradients(chunk, self._shares(whole, cut))
+            for chunk, cut in zip(chunks, cuts, strict=True)
+        ]
+        there = [each for each in pieces if each is not None]
+        if whole.gradients is not None and there:
+            self.criterion.refuse(there, whole.gradients, self._names(whole.gradients))
 
-        ``unchanged``: the outputs of all chunks but the last, which alone differs.
-        """
-        with torch.no_grad():
-            outcome = attempt_model(lambda: self._run_variant(part))
-        if outcome.failure is not None or (found := outcome.result()) is None:
-            return None
-        whole, last = found
-        return self._holding(candidates, part, whole, [*unchanged, *last])
+    def _names(self, gradients: Digest) -> list[str]:
+        arguments = len(gradients) - len(self.parameters)
+        return [*self.parameters, *["an argument"] * arguments]
 
-    def _run_variant(self, part: Batch) -> tuple[Output, list[Output]] | None:
-        """Return the outputs of a variant and of its last chunk; ``None`` if not finite."""
-        whole = self.runner.run(part, (0, self.size))
-        return (whole, self._chunks(whole, part, self.cuts[-1:])) if _finite(whole) else None
+    def _alike(self, one: Output, other: Output) -> bool:
+        pairs = zip(one.leaves, other.leaves, strict=True)
+        return one.spec == other.spec and all(self.close(a, b) for a, b in pairs if is_number(b))
 
-    def _chunks(self, whole: Output, part: Batch, cuts: Sequence[Cut]) -> list[Output]:
-        """Return the outputs of some chunks of ``part``, whose output is ``whole``."""
-        chunks = [self.runner.run(part, cut).without_graph() for cut in cuts]
-        if any(chunk.spec != whole.spec for chunk in chunks):
-            raise Refused("the model's output has another structure for a part of the batch")
-        return chunks
+    def _refuse_undecided(self, whole: Whole, chunks: list[Output]) -> None:
+        """Raise ``Undecided`` if wrong rules would have passed as well."""
+        if not self.parameters:
+            return
+        columns = zip(*(chunk.leaves for chunk in chunks), strict=True)
+        for joins, leaf, column in zip(self.possible, whole.output.leaves, columns, strict=True):
+            if joins[0].rows and is_number(leaf) and self._is_turned(joins[0], leaf, column):
+                raise Undecided(
+                    "the model's outputs are alike for all samples, so the split cannot be verified"
+                )
+            rules = {join.rule for join in joins}
+            means = rules & {Rule.SAMPLES, Rule.TOKENS}
+            if Rule.SUM in rules and means and Rule.SAME not in rules:
+                raise Undecided(
+                    "the model returns zero for every sample, so the split cannot be verified"
+                )
+        if whole.gradients is not None and not any(bool(g.any()) for g in whole.gradients):
+            raise Undecided("no gradient reaches the weights, so the split cannot be verified")
 
     # --- rules -----------------------------------------------------------------------------
 
-    def _possible(self, leaf: Any) -> list[Join]:
+    def _rules(self, leaf: Any) -> list[Join]:
         """Return the rules that an output may have, the most specific first."""
         constant = [Join(Rule.SAME)]
         if not isinstance(leaf, torch.Tensor):
@@ -391,25 +388,19 @@ class Comparison:
             return [Join(Rule.TOKENS, labels=each) for each in labels]
 
         plain = [Join(Rule.SAMPLES), Join(Rule.SUM)]
-        return [*counted(self.labels), *plain, *counted(self.divisors)]
+        return [*counted(self._labels), *plain, *counted(self._divisors)]
 
     def _holding(
-        self,
-        candidates: Candidates,
-        part: Batch,
-        whole: Output,
-        chunks: Sequence[Output],
-        cuts: Sequence[Cut] = (),
-    ) -> Candidates:
-        """Return the candidates by which ``chunks`` join to ``whole``."""
+        self, whole: Output, chunks: list[Output], cuts: Sequence[Cut], part: Batch
+    ) -> list[list[Join]]:
+        """Return the rules by which ``chunks`` join to ``whole``, of those that have held."""
         holding = []
-        for index, (expected, possible) in enumerate(zip(whole.leaves, candidates, strict=True)):
+        for index, (expected, possible) in enumerate(zip(whole.leaves, self.possible, strict=True)):
             column = [chunk.leaves[index] for chunk in chunks]
-            arguments = (part, cuts or self.cuts, column, expected)
-            good = [join for join in possible if self._holds(join, *arguments)]
-            if not good:
+            good = [join for join in possible if self._holds(join, part, cuts, column, expected)]
+            if not good and not (self._confirms and possible[0].rule is Rule.SAME):
                 raise Mismatch(_mismatch_text(expected))
-            holding.append(good)
+            holding.append(good or possible)
         return holding
 
     def _holds(
@@ -427,144 +418,77 @@ class Comparison:
             shares = self.layout.weights(join, part)
             weights = [shares.of(cut) for cut in cuts]
         try:
-            return self.close(joined(join, column, cuts, weights), expected)
+            values = [_without_graph(each) for each in column]
+            return self.close(joined(join, values, cuts, weights), expected)
         except Refused:
             return False
-
-    def _same_in_all_sizes(self, candidates: Candidates) -> Candidates:
-        """Return the rules that hold for the whole batch and for chunks of all sizes.
-
-        Only outputs are compared, without a graph. If the whole batch does not fit in memory, half
-        of it is compared, and so on.
-        """
-        if not self.parameters:
-            return candidates
-        size = self.layout.size(self.whole)
-        while size > self.size:
-            part = Batch(self.layout.select(self.whole, (0, size)), self.whole.spec)
-            run = partial(self._holding_on, candidates, part, growing(self.size, size))
-            try:
-                outcome = attempt(run)
-            except Refused as refusal:
-                raise Mismatch("the model's output differs for parts of another size") from refusal
-            if outcome.fits:
-                return outcome.result()
-            size //= 2
-        return candidates
-
-    def _holding_on(self, candidates: Candidates, part: Batch, cuts: Sequence[Cut]) -> Candidates:
-        """Return the candidates that hold for ``part`` in the chunks ``cuts``, by outputs only."""
-        with torch.no_grad():
-            whole = self.runner.run(part, (0, self.layout.size(part)))
-            return self._holding(candidates, part, whole, self._chunks(whole, part, cuts), cuts)
-
-    def _choose(self, holding: list[Join], differentiable: bool) -> Join:
-        rules = {join.rule for join in holding}
-        if Rule.SUM in rules and rules & {Rule.SAMPLES, Rule.TOKENS} and Rule.SAME not in rules:
-            raise Undecided(
-                "the model returns zero for every sample, so the split cannot be verified"
-            )
-        return replace(holding[0], detached=not differentiable)
 
     def close(self, found: Any, expected: Any) -> bool:
         """Return whether two outputs are equal up to the order of sums."""
         return close(found, expected, self.criterion.outputs)
 
-    # --- gradients -------------------------------------------------------------------------
-
-    def _is_alike(self, join: Join, leaf: torch.Tensor, column: Sequence[torch.Tensor]) -> bool:
+    def _is_turned(self, join: Join, leaf: torch.Tensor, column: Sequence[torch.Tensor]) -> bool:
         """Return whether samples in another order would have passed as well.
 
-        If a sum is almost the same for all samples, it tells them apart only if the chunks' outputs
-        are much closer to their own samples'.
+        If outputs are almost the same for all samples, they tell them apart only if the chunks'
+        outputs are much closer to their own samples'.
         """
-        if not join.rows:
-            return False
         view, dim = join.by_sample(leaf, self.size)
         turned = view.roll(1, dim)
-        if not self.close(turned, view):
+        if not leaf.requires_grad or not self.close(turned, view):
             return False
         apart, size = _distance(turned, view)
-        rounding = size * self.criterion.rounding
-        found = joined(join, column, self.cuts, [])
-        return apart <= max(CLOSER * _distance(found, leaf)[0], rounding)
+        found = joined(join, column, uneven(self.size), [])
+        return apart <= max(CLOSER * _distance(found, leaf)[0], size * self.criterion.rounding)
 
-    def _refuse_alike(self, layout: Layout, progress: Progress) -> None:
-        for join, alike in zip(layout.joins, progress.alike, strict=True):
-            if not join.detached and join in alike:
-                raise Undecided(
-                    "the model's outputs are alike for all samples, so the split cannot be verified"
-                )
+    # --- gradients -------------------------------------------------------------------------
 
-    def _check_gradients(self, layout: Layout, part: Batch, cuts: Sequence[Cut]) -> None:
-        whole, *found = [
-            self._gradients(self.runner.run(part, cut), layout, part, cut)
-            for cut in [(0, self.size), *cuts]
-        ]
-        self._compare_gradients(whole, found)
-        if part is self.part and whole is not None and not any(map(_reaches, whole)):
-            raise Undecided("no gradient reaches the weights, so the split cannot be verified")
-
-    def _compare_gradients(self, expected: Digest | None, found: Sequence[Digest | None]) -> None:
-        """Raise ``Mismatch`` unless the chunks' gradients add up to those of the samples."""
-        pieces = [each for each in found if each is not None]
-        if expected is None or not pieces:
-            return
-        arguments = len(expected) - len(self.parameters)
-        self.criterion.refuse(pieces, expected, [*self.parameters, *["an argument"] * arguments])
-
-    def _with_gradients(
-        self, layout: Layout, part: Batch, cut: Cut
-    ) -> tuple[Output, Digest | None]:
-        """Return the output of some samples, and the digest of their gradients.
-
-        The digest is ``None`` if no output has a gradient.
-        """
-        output = self.runner.run(part, cut)
-        return output.without_graph(), self._gradients(output, layout, part, cut)
-
-    def _gradients(self, output: Output, layout: Layout, part: Batch, cut: Cut) -> Digest | None:
-        """Return the digest of the gradients of some samples; empties their ``output``."""
-        outputs, cotangents = self._incoming(output, layout, part, cut)
-        output.leaves.clear()
-        if not outputs:
+    def _cotangent(self, leaf: Any) -> torch.Tensor | None:
+        """Return the incoming gradient of an output of all samples; ``None`` if it has none."""
+        if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
             return None
-        arguments = [leaf for leaf in part.leaves if is_number(leaf) and leaf.requires_grad]
-        return digest(outputs, cotangents, [*self.parameters.values(), *arguments])
+        if leaf.numel() == 1:
+            return torch.full_like(leaf, self.criterion.scale)
+        return pattern(leaf, 0, 0).mul_(self.criterion.scale * self.size / leaf.numel())
 
-    def _incoming(
-        self, output: Output, layout: Layout, part: Batch, cut: Cut
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the outputs with a gradient that count, and the incoming gradient of each."""
-        outputs, cotangents = [], []
-        for leaf, join in zip(output.leaves, layout.joins, strict=True):
-            if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
-                continue
-            weight = layout.weights(join, part).of(cut) if join.scalar else None
-            if weight == 0.0:
-                continue
-            outputs.append(leaf)
-            if weight is not None:
-                cotangents.append(torch.full_like(leaf, weight))
-            else:
-                view, dim = join.by_sample(leaf, cut[1] - cut[0])
-                cotangents.append(join.flat(pattern(view, dim, cut[0])))
-        return outputs, [cotangent.mul_(self.criterion.scale) for cotangent in cotangents]
+    def _shares(self, whole: Whole, cut: Cut) -> list[torch.Tensor | None]:
+        """Return the incoming gradients of a chunk's outputs: its share of those of the whole."""
+        shares: list[torch.Tensor | None] = []
+        for leaf, joins in zip(whole.output.leaves, self.possible, strict=True):
+            join, cotangent = joins[0], self._cotangent(leaf)
+            if cotangent is not None and join.rows:
+                view, dim = join.by_sample(cotangent, self.size)
+                cotangent = join.flat(view.narrow(dim, cut[0], cut[1] - cut[0]))
+            elif cotangent is not None and join.scalar:
+                weight = self.layout.weights(join, self.part).of(cut)
+                cotangent = cotangent * weight if weight else None
+            shares.append(cotangent)
+        return shares
+
+    def _gradients(
+        self, output: Output, cotangents: Sequence[torch.Tensor | None]
+    ) -> Digest | None:
+        """Return the digest of the gradients of ``output``, and empty it."""
+        pairs = [
+            (leaf, cotangent)
+            for leaf, cotangent in zip(output.leaves, cotangents, strict=True)
+            if cotangent is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        output.leaves.clear()
+        if not pairs or not self.parameters:
+            return None
+        outputs, incoming = [leaf for leaf, _ in pairs], [each for _, each in pairs]
+        del pairs
+        arguments = [leaf for leaf in self.part.leaves if is_number(leaf) and leaf.requires_grad]
+        return self.runner.weights.digest(
+            outputs, incoming, [*self.parameters.values(), *arguments]
+        )
 
 
 def _without_graph(leaf: Any) -> Any:
     if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
         return leaf
     return leaf.detach().requires_grad_()
-
-
-def _columns(outputs: Sequence[Output]) -> list[list[Any]]:
-    """Return, for each output of the model, its values in all chunks."""
-    return [list(column) for column in zip(*(each.leaves for each in outputs), strict=True)]
-
-
-def _reaches(gradient: torch.Tensor) -> bool:
-    return bool(gradient.any())
 
 
 def _finite(output: Output) -> bool:
@@ -609,18 +533,6 @@ def uneven(samples: int) -> list[Cut]:
     """Cut 4 samples into 2, 1, 1; fewer samples into ones."""
     first = max(1, samples - 2)
     return [(0, first), *((start, start + 1) for start in range(first, samples))]
-
-
-def growing(first: int, samples: int) -> list[Cut]:
-    """Cut so that chunks of ``first``, twice ``first``, four times ``first``, ... samples occur."""
-    bounds = [0, first]
-    while bounds[-1] < samples:
-        bounds.append(min(2 * bounds[-1], samples))
-    return list(pairwise(bounds))
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _mismatch_text(expected: Any) -> str:
