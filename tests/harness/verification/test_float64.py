@@ -13,10 +13,12 @@ from torch.nn import functional as F
 
 from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.verification import float64
 from autofit.worker.harness.verification.float64 import in_float64, widened_batch
 from autofit.worker.harness.verification.gradient_digest import digest
 from autofit.worker.harness.verification.shifted_weights import far, moving, near
-from autofit.worker.harness.verification.split_check import preserved
+from autofit.worker.harness.verification.split_check import find_layout, preserved
+from tests.roots import Notes
 
 pytestmark = pytest.mark.quick
 
@@ -151,3 +153,21 @@ def test_hooks_of_the_script_change_gradients_here_too() -> None:
         weight, bias = weights.digest([loss], [torch.ones_like(loss)], [*module.parameters()])
     assert not weight.any()
     assert bias.all()
+
+
+def test_where_float64_is_slow_a_split_is_verified_in_the_models_own_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    seen: Notes[torch.dtype] = Notes()
+    model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    batch = Batch.of((torch.randn(8, 6),), {})
+    quick = find_layout(model, model, batch)
+    assert torch.float64 in [*seen]
+    seen.clear()
+    monkeypatch.setattr(float64, "SLOW", 0.0)
+    assert find_layout(model, model, batch) == quick
+    first, *others = seen
+    assert first is torch.float64
+    assert {*others} == {torch.float32}

@@ -10,6 +10,7 @@ twins, so that what a forward adds to them is exact too.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,8 +44,24 @@ LARGE = 1 << 20
 """Tensors with more entries get no twin: operations widen what they use of them."""
 
 
+SLOW = 2.0
+"""Seconds of a few samples' forward above which float64 is not used. A check has some thirty times
+as much. Most GPUs compute in float64 at a thirtieth of their speed, or less."""
+
+
 class CannotRun(Exception):
     """The model cannot run in float64, whatever the batch."""
+
+
+@contextmanager
+def soon(forwards: float = 1.0) -> Iterator[None]:
+    """Raise ``CannotRun`` if what runs here, as long as so many forwards, shows that it is slow."""
+    begun = time.monotonic()
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if time.monotonic() - begun > forwards * SLOW:
+        raise CannotRun("this device is slow in float64")
 
 
 def is_low(value: Any) -> bool:

@@ -38,7 +38,7 @@ from autofit.worker.harness.torch_state.modules import gathered, is_paged, moves
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.verification.fixed_draws import without_dropout
-from autofit.worker.harness.verification.float64 import CannotRun, in_float64, widened_batch
+from autofit.worker.harness.verification.float64 import CannotRun, in_float64, soon, widened_batch
 from autofit.worker.harness.verification.gradient_digest import (
     Digest,
     coefficients,
@@ -356,7 +356,7 @@ def _both_in_float64(
     plain = root.proof.plain_result(key)
     if plain is None:
         root.take_back()
-        with autocast_noticed(root):
+        with autocast_noticed(root), soon(forwards=3.0):
             plain = _plain_in_float64(root, samples)
         root.proof.keep_plain_result(key, plain)
     dtypes = [parameter.dtype for parameter in root.module.parameters()]

@@ -27,7 +27,7 @@ from autofit.worker.harness.torch_state.modules import is_paged
 from autofit.worker.harness.torch_state.reachable_state import Snapshot
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
-from autofit.worker.harness.verification.float64 import in_float64, widened_batch
+from autofit.worker.harness.verification.float64 import in_float64, soon, widened_batch
 from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, rolled
 from autofit.worker.harness.verification.repeated_heads import RepeatedHeads
 from autofit.worker.harness.verification.shifted_weights import SETS_WEIGHTS, far, moving, near
@@ -250,7 +250,7 @@ class _SplitCheck:
         )
         start = Snapshot(self.module)
         norms, before = weights(self.module), versions(part)
-        with observer, escapes.witness:
+        with soon() if way.wide else nullcontext(), observer, escapes.witness:
             output, after = runner.call(part, (0, comparison.size))
         refuse_changed_arguments(part, before, after)
         if weights(self.module) != norms:
