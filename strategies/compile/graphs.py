@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
+from autofit.strategies.inspection import tf32
 
 NAME = "compile"
 """The strategy that these refusals concern."""
@@ -37,14 +38,15 @@ VARIES = "shapes or settings keep changing, and a CUDA graph has fixed ones"
 
 
 class Memory:
-    """What the recordings of a model share: a pool of memory, and the stream they record on.
+    """What the recordings of a model share: memory for their backwards, and the stream of records.
 
-    Blocks run one after the other, so they may use the same memory for what they need for a short
-    time. The allocator shares memory within a stream only.
+    A backward leaves only gradients, which the recordings hold. So all backwards may use the same
+    memory, in any order. A forward leaves what its backward needs, so each has memory of its own.
+    The allocator shares memory within a stream only.
     """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.of_backwards = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.recording = False
         """A block is being recorded; its calls run plainly meanwhile."""
@@ -135,7 +137,8 @@ class Recording:
         hooks = (p._backward_hooks for p in self._parameters)
         if any(hooks) or any(map(_has_hooks, block.modules())):
             raise Refused("a hook of the script would not run in a CUDA graph", NAME)
-        self._addresses = [p.data_ptr() for p in self._parameters]
+        self._held = [*block.parameters(), *block.buffers()]
+        self._addresses = [each.data_ptr() for each in self._held]
         self._positions = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         self._inputs = [_copied(leaves[i]) for i in self._positions]
         given = list(leaves)
@@ -153,7 +156,6 @@ class Recording:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         wanted = [*(x for x in self._inputs if x.requires_grad), *trained]
         record: Any = {
-            "pool": memory.pool,
             "stream": memory.stream,
             "capture_error_mode": "thread_local",  # a loader's thread may pin memory meanwhile
         }
@@ -162,7 +164,7 @@ class Recording:
         with torch.cuda.graph(self._forward, **record):
             self._outputs, self._spec = run()
         self._cotangents = [torch.empty_like(each) for each in _differentiable(self._outputs)]
-        with torch.cuda.graph(self._backward, **record):
+        with torch.cuda.graph(self._backward, pool=memory.of_backwards, **record):
             found = iter(self._differentiate(self._outputs, wanted, self._cotangents))
         self._gradients = [
             next(found) if x.requires_grad else None for x in (*self._inputs, *self._parameters)
@@ -191,9 +193,9 @@ class Recording:
     def waits(self) -> bool:
         """Whether the memory holds what the backward of an earlier call needs.
 
-        Also ``True`` if the weights have moved to other memory.
+        Also ``True`` if a parameter or a buffer has moved to other memory.
         """
-        moved = [p.data_ptr() for p in self._parameters] != self._addresses
+        moved = [each.data_ptr() for each in self._held] != self._addresses
         return moved or not (self._answered or self._latest() is None)
 
     def __call__(self, leaves: list[Any]) -> Any:
@@ -283,7 +285,9 @@ def _described(leaf: Any) -> object:
 
 
 def _settings() -> object:
-    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    """Return the settings that choose kernels."""
+    autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return *autocast, tf32.products(), tf32.convolutions()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,24 @@ def test_a_training_is_the_same_to_the_bit() -> None:
     assert all(map(torch.equal, weights, others))
 
 
+def test_blocks_may_run_in_another_order_than_they_were_recorded_in(blocks: list[Block]) -> None:
+    def gradients(calls: list[Any], order: list[int]) -> list[torch.Tensor]:
+        for block in blocks:
+            block.zero_grad()
+        torch.manual_seed(3)
+        x = torch.randn(8, WIDTH, device="cuda")
+        for index in order:
+            x = calls[index](x)
+        x.square().sum().backward()
+        found = (p.grad for block in blocks for p in block.parameters())
+        return [each.clone() for each in found if each is not None]
+
+    calls = graphed(blocks)
+    for order in ([0, 2], [0, 1, 2], [2, 1, 0], [1, 0]):
+        plain, replayed = (gradients(each, order) for each in (list[Any](blocks), calls))
+        assert all(map(torch.equal, plain, replayed))
+
+
 def test_a_block_that_is_called_again_before_its_backward_runs_plainly(blocks: list[Block]) -> None:
     def gradients(call: Any) -> list[torch.Tensor]:
         blocks[0].zero_grad()
