@@ -44,7 +44,7 @@ LARGE = 1 << 20
 """Tensors with more entries get no twin: operations widen what they use of them."""
 
 
-SLOW = 2.0
+SLOW = 4.0
 """Seconds of a few samples' forward above which float64 is not used. A check has some thirty times
 as much. Most GPUs compute in float64 at a thirtieth of their speed, or less."""
 

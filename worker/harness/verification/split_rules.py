@@ -111,9 +111,7 @@ DOUBLE = Criterion(TOLERANCES.double, TOLERANCES.double, LAST_BITS * torch.finfo
 
 def by_coefficients(epsilon: float, scale: float) -> Criterion:
     """Return the tolerances for a model's own precision, whose machine epsilon is ``epsilon``."""
-    single = epsilon <= torch.finfo(torch.float32).eps
-    outputs = TOLERANCES.single_outputs if single else tolerance(epsilon)
-    return Criterion(outputs, None, LAST_BITS * epsilon, scale)
+    return Criterion(tolerance(epsilon), None, LAST_BITS * epsilon, scale)
 
 
 def tolerance(epsilon: float) -> float:
