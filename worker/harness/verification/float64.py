@@ -113,6 +113,8 @@ class _Above(ShiftedWeights):
         super().__init__(module, move, WIDER)
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for each in module.parameters():
+            if not (each.is_floating_point() or each.is_complex()):
+                raise CannotRun("the model holds weights in a code, and kernels that read it")
             if is_low(each) and not self.covers(each):
                 raise CannotRun(f"the model has a {type(each).__name__}")
 
