@@ -539,7 +539,7 @@ KERNELS = np.array(
 )
 """1 for effects that change the time to launch kernels. A faster precision changes only compute."""
 LAUNCHES = np.log([np.nan if each.launches is None else each.launches for _, each in EFFECTS])
-"""Logarithm of the effect on that time, where a level states it; else NaN."""
+"""Logarithm of each level's effect on that time. NaN for a level that states none."""
 
 
 def _prior_covariance(

@@ -4,8 +4,9 @@ A block's first call with arguments of some shapes records both graphs, later ca
 kernels and the random draws are those of the plain block, so the results are equal to the bit. Only
 the time to launch the kernels is saved.
 
-A graph reads and writes fixed memory, so arguments and results are copied. It holds what backward
-needs, so a block that is called again before its backward runs plainly.
+A graph reads and writes fixed memory, so arguments and results are copied. That memory also holds
+what backward needs. So a block must not be replayed again before its backward: a second call then
+runs the block plainly.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ VARIES = "shapes or settings keep changing, and a CUDA graph has fixed ones"
 class Memory:
     """What the recordings of a model share: memory for their backwards, and the stream of records.
 
-    A backward leaves only gradients, which the recordings hold. So all backwards may use the same
-    memory, in any order. A forward leaves what its backward needs, so each has memory of its own.
-    The allocator shares memory within a stream only.
+    All backwards may use the same memory, in any order: the recordings hold their gradients, and
+    nothing else of them is needed later. Each forward has memory of its own, because its backward
+    reads from it. The allocator shares memory within a stream only.
     """
 
     def __init__(self) -> None:
@@ -232,7 +233,7 @@ class Recording:
         self._backward.replay()
         count = len(self._inputs)
         arguments = [each if each is None else each.clone() for each in self._gradients[:count]]
-        # Autograd copies a gradient that is referenced elsewhere before it stores it.
+        # These are referenced here too. Autograd therefore stores copies of them in ``.grad``.
         return [*arguments, *self._gradients[count:]]
 
     def differentiable(self) -> list[bool]:

@@ -3,8 +3,8 @@
 In float64, the order of sums changes a gradient by about 1e-13, so a larger difference is no
 rounding. Parameters are widened where they are used (``shifted_weights``). A dispatch mode below
 autograd widens all other arguments, and replaces lower precisions that the model's code requests
-(``logits.float()``, ``torch.zeros(..., dtype=...)``). Small buffers and attributes get float64
-twins, so that what a forward adds to them is exact too.
+(``logits.float()``, ``torch.zeros(..., dtype=...)``). Small buffers and attributes get copies in
+float64, because a forward may add to them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CannotRun(Exception):
 
 @contextmanager
 def soon(forwards: float = 1.0) -> Iterator[None]:
-    """Raise ``CannotRun`` if what runs here, as long as so many forwards, shows that it is slow."""
+    """Raise ``CannotRun`` if this context takes longer than ``forwards`` times ``SLOW``."""
     begun = time.monotonic()
     yield
     if torch.cuda.is_initialized():

@@ -193,8 +193,8 @@ class Escapes:
     def note_graph(self, outputs: Iterable[Any]) -> None:
         """Note which tensors other than the module's a backward would bring gradients to.
 
-        Some of transformers' models create a tensor from a waveform that requires gradients. It is
-        freed with the graph, so nobody can read its gradient.
+        Some of transformers' models create a tensor that requires gradients from a waveform. Only
+        the graph holds that tensor, so nobody can read its gradient.
         """
         reached = differentiated(outputs)
         self._foreign = [weakref.ref(each) for each in reached if id(each) not in self._own]
