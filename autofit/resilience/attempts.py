@@ -33,6 +33,7 @@ from autofit.resilience.side_effects import OptimizerSteps
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.oom import survived
 from autofit.worker.oom.classifier import Diagnosis, Kind
+from autofit.worker.oom.frames import free_frames
 
 log = logging.getLogger("autofit.resilient")
 
@@ -151,7 +152,7 @@ class Call:
         error, found = failure or (None, ANOTHER)
         seconds = time.perf_counter() - self._started
         if error is not None:
-            out_of_memory.clear_frames(error)
+            free_frames(error)
         ended = () if self.ranks is None else self._leave_group(self.ranks, error)
         # Synchronizes with the device, so a stuck collective must be aborted first.
         out_of_memory.free_memory()
@@ -170,9 +171,6 @@ class Call:
 
         Raises ``CannotRetry`` if a rank did not answer or failed with another error.
         """
-        if error is not None:
-            # The group's connections close when the last reference to it is dropped.
-            out_of_memory.cut_tracebacks(error)
         ranks.leave()
         ended = ranks.outcomes(PATIENCE)
         if ended is None or FAILED in ended:
@@ -186,7 +184,7 @@ class Call:
 
     def _agree_on_next(self, error: Exception | None) -> Setting:
         """Return the next setting, the same on every rank; raise if a rank cannot start over."""
-        objection = self._objection(error)
+        objection = self._objection()
         if self.ranks is None:
             if objection:
                 raise CannotRetry(objection) from error
@@ -210,15 +208,12 @@ class Call:
             return setting
         return self.protected.fallback.start(values)
 
-    def _objection(self, error: Exception | None) -> str:
+    def _objection(self) -> str:
         """Undo what the failed attempt changed outside the function.
 
         Returns the reason if this is not possible, else an empty string.
         """
         stepped = self.steps.changed()
-        if stepped is not None and error is not None:
-            out_of_memory.cut_tracebacks(error)
-            stepped = self.steps.changed()
         clean = self._gradients.undo()
         if self._checkpoint is not None:
             self._checkpoint.restore()

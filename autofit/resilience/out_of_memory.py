@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import traceback
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from autofit.worker.meter.base import NEAR
 from autofit.worker.meter.cpu import ShimMeter
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.oom.frames import free_frames
 
 
 @cache
@@ -59,62 +58,13 @@ def free_memory(error: BaseException | None = None) -> None:
     Call it outside the ``except`` block: inside, the interpreter holds the error.
     """
     if error is not None:
-        clear_frames(error)
+        free_frames(error)
     gc.collect()
     torch.clear_autocast_cache()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         gc.collect()  # kernels that ended only now may have kept objects alive
         torch.cuda.empty_cache()
-
-
-def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of every frame in the tracebacks of ``error`` and its causes.
-
-    The tracebacks can still be printed. Frames that are still running are not cleared.
-    """
-    for each in _chain(error):
-        traceback.clear_frames(each.__traceback__)
-
-
-def cut_tracebacks(error: BaseException) -> None:
-    """Cut the tracebacks at the first frame of a closure, and add the rest to the error as a note.
-
-    A cleared frame still holds the variables that its function closes over. ``nn.Module`` calls
-    hooks through a closure over the module and its inputs. Deeper frames hold their callers, so
-    they are cut too.
-    """
-    for each in _chain(error):
-        _cut(each)
-    gc.collect()
-
-
-def _cut(error: BaseException) -> None:
-    before, entry = None, error.__traceback__
-    while entry is not None and not entry.tb_frame.f_code.co_freevars:
-        before, entry = entry, entry.tb_next
-    if entry is None:
-        return
-    error.add_note(
-        "autofit: the traceback goes on\n" + "".join(traceback.format_tb(entry)).rstrip()
-    )
-    if before is None:
-        error.__traceback__ = None
-    else:
-        before.tb_next = None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    waiting, seen = [error], set()
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        group = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
-        behind = (each.__cause__, each.__context__, *group)
-        waiting += [one for one in behind if one is not None]
 
 
 def _refused() -> int:

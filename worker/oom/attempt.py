@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from traceback import clear_frames
 from typing import Generic, TypeVar, cast
 
 from autofit.exceptions import Refused
 from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.frames import free_frames
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def attempt(run: Callable[[], T], *, corroborated: Callable[[], bool] | None = N
     except Exception as error:
         if not is_shortage(error, corroborated):
             raise
-        clear_frames(error.__traceback__)
+        free_frames(error)
         return Outcome(shortage=error)
 
 
@@ -72,7 +72,7 @@ def attempt_model(run: Callable[[], T]) -> Outcome[T]:
         kind = classify(error).kind
         if kind not in (Kind.OOM, Kind.NOT_OOM):
             raise
-        clear_frames(error.__traceback__)
+        free_frames(error)
         return Outcome(shortage=error) if kind is Kind.OOM else Outcome(failure=error)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.oom.attempt import is_shortage
+from autofit.worker.oom.frames import free_frames
 
 CHANGED = "the model's weights, buffers or mode changed between its forward and its backward"
 
@@ -693,7 +693,7 @@ class ChunkedCall:
         missing = self.owner.state.missing(candidates)
         smaller = self.owner.shrink(error, "backward", size)
         self._graph = None
-        traceback.clear_frames(error.__traceback__)
+        free_frames(error)
         if not smaller or on_host:
             raise error
         if self._drew or size == 1:
@@ -749,7 +749,7 @@ class ChunkedCall:
         self._outputs = []
         self._gradients = None
         self._parts.drop()
-        traceback.clear_frames(error.__traceback__)
+        free_frames(error)
 
     def _empty_gradients(self) -> None:
         for parameter in self.parameters:

@@ -9,7 +9,6 @@ its own error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from traceback import clear_frames
 from typing import Any, Protocol
 
 from torch.utils._pytree import TreeSpec, tree_unflatten
@@ -20,6 +19,7 @@ from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
 from autofit.worker.harness.batch.outputs import Parts
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.oom.frames import free_frames
 
 PHASE = "evaluation"
 """The name of the phase in reports of a shortage."""
@@ -56,7 +56,7 @@ class Evaluation:
 
     def _go_on(self, error: Exception, forward: Forward, batch: Batch, start: RandomState) -> Any:
         """Run a call in parts after it failed in one piece."""
-        clear_frames(error.__traceback__)
+        free_frames(error)
         if self._smaller(error, batch, None) is None:
             raise error
         start.restore()
@@ -69,7 +69,7 @@ class Evaluation:
             output, error = _attempt(forward, batch, layout, size)
             if error is None:
                 return output
-            clear_frames(error.__traceback__)
+            free_frames(error)
             if isinstance(error, Refused):  # the parts' outputs do not fit together
                 layout = None
                 continue

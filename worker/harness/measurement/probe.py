@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.meter import Meter, Peak
 from autofit.worker.oom.attempt import attempt_model, is_shortage
 from autofit.worker.oom.classifier import classify
+from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.trials import Measurement, OutOfMemory
 
 NO_OUTPUT = "no output of the model has a gradient"
@@ -297,7 +297,7 @@ class Prober:
         except Exception as error:
             if not is_shortage(error, self._meter.short):
                 raise
-            clear_frames(error.__traceback__)
+            free_frames(error)
             known = classify(error)
             found = OutOfMemory(phase=phase, message=known.message, requested=known.requested)
         if found is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import PROBE
 from autofit.worker.records.trials import Measurement
 
@@ -136,7 +136,7 @@ class Suspension:
         if (fault := error_source.fault_of(error, plan)) is not None:
             return fault
         blamed = error_source.blamed(error.__traceback__, plan)
-        clear_frames(error.__traceback__)
+        free_frames(error)
         self._root.take_back()
         size = plan["micro_batch"]
         if size != AS_IS and not self._prober.runs_apart(int(size)):

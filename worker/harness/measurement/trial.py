@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from traceback import clear_frames
 from typing import Any, NoReturn
 
 import torch
@@ -53,6 +52,7 @@ from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import classify
+from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import CHECK, CONFIRM, DATA, OBSERVE
 from autofit.worker.records.trials import (
     Answer,
@@ -460,7 +460,7 @@ class Trial(Session):
             if not self._goes_on_after(error):
                 raise
             self.shortage(self.runner.out_of_memory(classify(error), None))
-            clear_frames(error.__traceback__)
+            free_frames(error)
             self._drop_graph(tensors)
         self._open_graphs = 0
 

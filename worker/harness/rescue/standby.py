@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -48,6 +47,7 @@ from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
+from autofit.worker.oom.frames import free_frames
 
 _OURS = "autofit"
 """Key in a node's own dictionary for the root's outputs that it made."""
@@ -221,7 +221,7 @@ class Standby:
             reason = "the script calls torch.autograd.grad, or keeps a graph for another backward"
             raise Refused(reason)
         root, batch = call.root, call.without_cache()
-        traceback.clear_frames(error.__traceback__)
+        free_frames(error)
         with inside(self._seams), torch.enable_grad():
             layout = root.layout(batch)
         if layout.updates:
@@ -269,7 +269,7 @@ class Standby:
         error: BaseException,
     ) -> None:
         """Compute the missing gradients into ``.grad``; raise ``Refused`` if some are lost."""
-        traceback.clear_frames(error.__traceback__)
+        free_frames(error)
         graph = Graph(tensors)
         self._refuse_unless_complete(graph, calls)
         changes = zip(self._leaves, before, marks(self._leaves), strict=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from traceback import clear_frames
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import FIRST_BATCH, OTHER, Phases
 from autofit.worker.records.trials import CHECK, OutOfMemory
 
@@ -157,7 +157,7 @@ class CallRunner:
                     or self._owner.retry_after_error(root, error)
                 ):
                     raise
-                clear_frames(error.__traceback__)  # they hold the tensors that did not fit
+                free_frames(error)  # they hold the tensors that did not fit
                 root.take_back()
                 root.proof.drop_plain_results()  # the failed call has changed running statistics
                 self.phase = "forward"
@@ -201,7 +201,7 @@ class CallRunner:
                 told = self.out_of_memory(found, None)
                 self._owner.shortage(replace(told, phase=CHECK) if in_check(error) else told)
             elif found.kind is Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
-                clear_frames(error.__traceback__)
+                free_frames(error)
                 raise refusal from None
             if not isinstance(error, Refused):
                 self._owner.call_failed()

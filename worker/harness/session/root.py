@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +53,7 @@ from autofit.worker.harness.verification.proof_record import ProofRecord
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import few, find_layout, preserved
 from autofit.worker.oom.attempt import attempt
+from autofit.worker.oom.frames import free_frames
 
 if TYPE_CHECKING:
     from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
@@ -267,7 +267,7 @@ class HarnessRoot:
         try:
             self._layouts.around(lambda: self._apply(plan), plan.in_calls.changes)
         except BaseException as error:
-            clear_frames(error.__traceback__)  # they hold tensors, and undoing needs memory
+            free_frames(error)  # they hold tensors, and undoing needs memory
             self.take_back()
             raise
         self._plan = plan

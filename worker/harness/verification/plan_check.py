@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from traceback import clear_frames
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -69,6 +68,7 @@ from autofit.worker.harness.verification.split_rules import is_number
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.frames import free_frames
 
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that decides where autograd's saved tensors are stored."""
@@ -659,7 +659,7 @@ def _on_samples_that_fit(
             except Exception as error:  # the model may need more samples, or less memory
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
-                clear_frames(error.__traceback__)
+                free_frames(error)
         return None
     finally:
         root.apply(plan)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from autofit.worker.harness.verification.split_rules import (
 )
 from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.frames import free_frames
 
 SAMPLES = 4
 """The number of samples in the check: enough for uneven chunks, few enough to be cheap."""
@@ -103,7 +103,7 @@ def find_layout(
             return check.find(layout, _ways(module, checkpointed, in_bf16))
         except Refused as refusal:
             reasons.append(type(refusal)(str(refusal)))
-            clear_frames(refusal.__traceback__)  # its frames refer to the batch
+            free_frames(refusal)  # its frames refer to the batch
     if not reasons:
         raise Refused("no tensor argument of the model shows a batch")
     reasons = reasons[: 2 if doubted else 1]
@@ -302,7 +302,7 @@ class _SplitCheck:
         try:
             comparison.again(whole)
         except Mismatch as mismatch:
-            clear_frames(mismatch.__traceback__)
+            free_frames(mismatch)
             if not comparison.is_chaotic(whole, far):
                 raise
         except Undecided:
