@@ -35,6 +35,7 @@ from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
 from autofit.worker.records.hosts import Hosts
 from autofit.worker.records.trials import (
     ChildSpec,
+    InOnePiece,
     LaunchRequest,
     Learned,
     Measurement,
@@ -410,6 +411,9 @@ class _Attempts:
                         f"{who}memory is nearly full; continuing with {size} samples at a time"
                     )
                     self.log.event("pressed", asdict(event) | of)
+                case InOnePiece():
+                    self.say(f"{who}{_in_one_piece(event)}")
+                    self.log.event("in one piece", asdict(event) | of)
                 case Silent():
                     self.say(f"{who}{SILENT}")
                 case Ran():
@@ -452,6 +456,16 @@ class _Attempts:
             return None
         self.log.short_of_memory(shortage, fatal=True)
         return shortage
+
+
+def _in_one_piece(event: InOnePiece) -> str:
+    """Say why calls run in one piece, and how."""
+    if event.on_host:
+        return (
+            f"out of memory in {event.phase}: {event.reason}; calls of this size go on with what"
+            " backward needs in host memory"
+        )
+    return f"a batch runs in one piece, as the script has it: {event.reason}"
 
 
 def _failed_rank(running: Foreground, code: int, raised: Mapping[int, Raised]) -> str:

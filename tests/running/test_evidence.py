@@ -20,6 +20,7 @@ parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--smoothing", type=float, default=0.0)
+parser.add_argument("--count", action="store_true", help="print the samples of each forward")
 parser.add_argument("--whole", action="store_true", help="a loss that no part of a batch can tell")
 options = parser.parse_args()
 
@@ -31,6 +32,8 @@ class Net(nn.Module):
         self.drop = nn.Dropout(options.dropout)
 
     def forward(self, x, y):
+        if options.count:
+            print(len(x), end=" ")
         scores = self.two(self.drop(self.one(x).relu()))
         loss = nn.functional.cross_entropy(scores, y, label_smoothing=options.smoothing)
         return loss + scores.mean(0).square().sum() if options.whole else loss
@@ -41,8 +44,8 @@ model = Net().double()
 optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
 for _ in range(options.steps):
     x, y = torch.randn(8, 6).double(), torch.randint(4, (8,))
-    loss = model(x, y)
     optimizer.zero_grad()
+    loss = model(x, y)
     loss.backward()
     optimizer.step()
     print(f"{loss.item():.9f}")
@@ -82,25 +85,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--steps", "9", "--lr", "0.01"),
-        ("--dropout", "0.5"),
-        ("--smoothing", "0.2"),
-    ],
-    ids=["steps and rate", "dropout", "label smoothing"],
-)
-def test_it_is_the_same_training_without_another_launch(
-    runs: Runs, arguments: tuple[str, ...]
-) -> None:
+def test_other_steps_and_another_rate_are_the_same_training(runs: Runs) -> None:
+    arguments = ("--steps", "9", "--lr", "0.01")
     out, said = runs.tuned(*arguments)
     assert out == runs.plain(*arguments)
     assert said == ""
 
 
-def test_a_loss_that_cannot_be_split_runs_whole_and_is_told(runs: Runs) -> None:
-    out, said = runs.tuned("--whole")
-    assert out == runs.plain("--whole")
+def test_a_run_calls_the_model_for_its_chunks_alone(runs: Runs) -> None:
+    """Batches with other labels come too, and no call is a check."""
+    out, said = runs.tuned("--count", "--steps", "6", "--lr", "0.01")
+    assert said == ""
+    calls = [sorted(line.split()[:-1]) for line in out.splitlines()]
+    assert calls == [["2", "3", "3"]] * 6
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--dropout", "0.5"), ("--smoothing", "0.2"), ("--whole",)],
+    ids=["dropout", "label smoothing", "a loss over the batch"],
+)
+def test_what_nobody_has_verified_runs_whole_and_is_told(
+    runs: Runs, arguments: tuple[str, ...]
+) -> None:
+    out, said = runs.tuned(*arguments)
+    assert out == runs.plain(*arguments)
     (line,) = said.splitlines()
-    assert "micro 3" in line or "in one piece" in line
+    assert "runs in one piece, as the script has it" in line

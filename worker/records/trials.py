@@ -483,6 +483,18 @@ class Pressed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InOnePiece:
+    """From now on, calls that the plan cannot serve run in one piece, as the script has them."""
+
+    reason: str
+    on_host: bool
+    """Memory ran out: they keep the tensors that backward needs in host memory."""
+    phase: str
+    steps: int
+    """Optimizer steps taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     """Figures of a real run, sent at its end."""
 
@@ -510,6 +522,7 @@ Event = (
     | Wrote
     | Replaced
     | Pressed
+    | InOnePiece
     | Ran
     | Uncontained
     | Inspected

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from autofit.plan import Plan
 from autofit.worker import meter
 from autofit.worker.harness.session.real_run import RealRun
-from autofit.worker.records.trials import Event, LaunchRequest, Script, Shortage
+from autofit.worker.records.trials import Event, InOnePiece, LaunchRequest, Script, Shortage
 
 STEPS = 5
 SHORT_FROM = 2
@@ -164,7 +164,8 @@ def train(model: Any, step: Step = mean_square, parts: int = 1, none: bool = Tru
             losses.append(loss.detach().clone())
         optimizer.step()
         optimizer.zero_grad(set_to_none=none)
-    return [p.detach().clone() for p in model.parameters()] + losses
+    state = [*model.parameters(), *model.buffers()]
+    return [each.detach().clone() for each in state] + losses
 
 
 def loss_outside() -> Left:
@@ -292,11 +293,15 @@ class Reports:
 
     def __init__(self) -> None:
         self.shortages: list[tuple[str, int | None]] = []
+        self.on_host: list[tuple[str, str]] = []
+        """In which phases, and why, calls began to save their tensors on the host."""
 
     def send(self, event: Event) -> None:
         if isinstance(event, Shortage):
             found = event.out_of_memory
             self.shortages.append((found.phase, found.micro_batch))
+        elif isinstance(event, InOnePiece):
+            self.on_host.append((event.phase, event.reason))
 
 
 def asked(plan: Plan) -> LaunchRequest:
@@ -352,6 +357,7 @@ def compare(name: str, phase: str) -> dict[str, Any]:
     return line | {
         "rescued": apart(found, expected),
         "short": short.shortages,
+        "on_host": short.on_host,
         "drawn_too": drawn_too,
     }
 

@@ -42,12 +42,15 @@ REFUSED = {
     "weight_penalty:backward": "not come through the model's output alone",
     "graph_kept:backward": "keeps a graph for another backward",
     "arguments_need_gradients:backward": "arguments need gradients",
-    "batch_norm:backward": "buffer",
     "cache_before:backward": "comes after a cache",
+}
+ON_HOST = {
+    "batch_norm:forward": "changes its buffer norm.running_mean",
+    "batch_norm:backward": "changes its buffer norm.running_mean",
     "gradients_by_hand:forward": "torch.autograd.grad",
 }
 PLAIN = ["gradient_penalty:backward", "gradients_by_hand:backward", "draws_everywhere:forward"]
-TIERS = {"quick": (*RESCUED, *REFUSED, *PLAIN), "full": tuple(RESCUED_TOO)}
+TIERS = {"quick": (*RESCUED, *REFUSED, *ON_HOST, *PLAIN), "full": tuple(RESCUED_TOO)}
 
 Result = Callable[[str], dict[str, Any]]
 
@@ -85,7 +88,9 @@ def result(root: Path) -> Result:
     return of
 
 
-@pytest.mark.parametrize("name", quick_and_full([*RESCUED, *REFUSED, *PLAIN], RESCUED_TOO))
+@pytest.mark.parametrize(
+    "name", quick_and_full([*RESCUED, *REFUSED, *ON_HOST, *PLAIN], RESCUED_TOO)
+)
 def test_while_memory_lasts_nothing_is_changed(result: Result, name: str) -> None:
     line = result(name)
     assert line["plain"] == 0.0
@@ -98,6 +103,19 @@ def test_a_step_that_runs_out_is_completed(result: Result, name: str) -> None:
     line = result(name)
     assert line.get("rescued", line) <= FP64
     assert line["short"][0] == [name.split(":")[1], 1024]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "reason"), ON_HOST.items())
+def test_what_cannot_be_split_saves_its_tensors_on_the_host(
+    result: Result, name: str, reason: str
+) -> None:
+    """Running statistics move once although the call runs twice."""
+    line = result(name)
+    assert line.get("rescued", line) <= FP64
+    (phase, told), *_ = line["on_host"]
+    assert phase == name.split(":")[1]
+    assert reason in told
 
 
 @pytest.mark.quick

@@ -90,11 +90,11 @@ def batch(samples: int = 8, width: int = 8, classes: int = 2) -> Batch:
     return Batch.of((torch.randn(samples, width), target), {})
 
 
-def proofs(root: HarnessRoot, of: Batch) -> int:
+def proofs(root: HarnessRoot, of: Batch, rule: Rule = Rule.TOKENS) -> int:
     """Return how many calls of the model it takes to say how ``of`` is split."""
     before = len(CALLED)
     layout = root.layout(of)
-    assert [join.rule for join in layout.joins] == [Rule.TOKENS]
+    assert [join.rule for join in layout.joins] == [rule]
     return len(CALLED) - before
 
 
@@ -103,11 +103,26 @@ def test_a_split_is_proven_once(process: Process) -> None:
     assert proofs(process.root(Net()), batch()) == 0
 
 
-def test_a_batch_that_shows_more_is_proven_once_too(process: Process) -> None:
+def test_classes_that_come_later_are_proven_at_once(process: Process) -> None:
     assert proofs(process.root(Net()), batch()) > 0
-    again = process.root(Net())
-    assert proofs(again, batch(classes=3)) > 0, "classes that none before it had"
     assert proofs(process.root(Net()), batch(classes=3)) == 0
+
+
+class ByHand(Net):
+    """Reads its labels by itself, so nothing is known of other labels."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        CALLED.append(len(x))
+        likely = self.head(x).log_softmax(1).gather(1, target[:, None])
+        found: torch.Tensor = -likely.mean()
+        return found
+
+
+def test_a_batch_that_shows_more_is_proven_once_too(process: Process) -> None:
+    assert proofs(process.root(ByHand()), batch(), Rule.SAMPLES) > 0
+    again = process.root(ByHand())
+    assert proofs(again, batch(classes=3), Rule.SAMPLES) > 0, "classes that none before it had"
+    assert proofs(process.root(ByHand()), batch(classes=3), Rule.SAMPLES) == 0
 
 
 class InPlace(Net):

@@ -1249,19 +1249,48 @@ class WordLoss(nn.Module):
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_a_batch_of_another_kind_is_verified_again(
+def test_padding_that_comes_later_is_verified_at_once(
     rooted: Callable[..., HarnessRoot], pads: bool
 ) -> None:
     torch.manual_seed(0)
     model = WordLoss(pads)
     root = rooted(model)
     words = torch.randint(1, 50, (8, 12))
-    root.layout(Batch.of((words,), {}))
+    first = root.layout(Batch.of((words,), {}))
+    assert first.joins[0].rule is (Rule.TOKENS if pads else Rule.SAMPLES)
     model.sizes.clear()
     words[0, :5] = 0
-    layout = root.layout(Batch.of((words,), {}))
+    assert root.layout(Batch.of((words,), {})).joins == first.joins
+    assert len(model.sizes) == 0
+
+
+class Kinds(nn.Module):
+    """A mean in which samples of one kind weigh more, by a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: Notes[int] = Notes()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        by_kind = self.weight.new_tensor([1.0, 1.0, 1.0, 3.0])[kinds]
+        losses = (x @ self.weight).square() * by_kind
+        found: torch.Tensor = losses.sum() / by_kind.sum()
+        return found
+
+
+def test_a_batch_of_another_kind_is_verified_again(rooted: Callable[..., HarnessRoot]) -> None:
+    """Only a loss written by hand knows what its numbers mean."""
+    torch.manual_seed(0)
+    model = Kinds()
+    root = rooted(model)
+    kinds = torch.arange(8) % 3
+    assert root.layout(Batch.of((torch.randn(8, 5), kinds), {})).joins[0].rule is Rule.SAMPLES
+    model.sizes.clear()
+    with pytest.raises(Refused, match="add up"):
+        root.layout(Batch.of((torch.randn(8, 5), kinds + 1), {}))
     assert model.sizes
-    assert layout.joins[0].rule is (Rule.TOKENS if pads else Rule.SAMPLES)
 
 
 class GatedPads(WordLoss):

@@ -23,7 +23,6 @@ not divided then: they run again with the same draws, with autograd's saved tens
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -46,6 +45,7 @@ from autofit.worker.harness.batch.layout import (
     Join,
     Layout,
     Rule,
+    Unverified,
     cuts,
     cuts_for_keeping,
     equal_cuts,
@@ -63,6 +63,10 @@ OnShortage = Callable[[BaseException, str, int], bool]
 
 Returns whether to try again with smaller chunks. Raises ``error`` again if it is no shortage.
 """
+
+
+InOnePiece = Callable[[str, Forward, Any, Any], Any]
+"""Called with the reason, the forward, its positional and its keyword arguments."""
 
 
 class VerifiedLayouts(Protocol):
@@ -104,12 +108,12 @@ class ChunkedRoot:
         watch: ModuleWatch,
         on_shortage: OnShortage,
         reduction: DdpReduction | None = None,
-        whole_at_worst: bool = True,
+        in_one_piece: InOnePiece | None,
         one_size: bool = False,
     ) -> None:
         """``find_layout`` relies on the last look of ``watch`` at the module.
 
-        ``whole_at_worst``: a later batch that cannot be split runs in one piece.
+        ``in_one_piece`` runs a call that cannot be split; ``None`` where it is refused.
 
         ``reduction``: coordinates the reduction if the root is a ``DistributedDataParallel``.
         """
@@ -137,7 +141,7 @@ class ChunkedRoot:
         self._on_shortage = on_shortage
         self._evaluation = Evaluation(find_layout, on_shortage)
         self._reduction = reduction
-        self._whole_at_worst = whole_at_worst
+        self._in_one_piece = in_one_piece
         self._all_buffers: list[torch.Tensor] = []
         self._buffers: list[torch.Tensor] = []
         self._listens = False
@@ -202,13 +206,18 @@ class ChunkedRoot:
         try:
             return self._split(forward, batch)
         except Refused as refusal:
-            if not self._has_split or self._reduction is not None or _is_of_other_strategy(refusal):
-                raise
-            if not self._whole_at_worst:
-                reason = f"a later batch cannot be split: {refusal}"
-                raise Refused(reason, "micro_batch") from refusal
-            reason = str(refusal)
-        return self._whole(reason, forward, args, kwargs)
+            reason = self._reason_for_whole(refusal)
+        return self._around(lambda: self._whole(reason, forward, args, kwargs))
+
+    def _reason_for_whole(self, refusal: Refused) -> str:
+        """Return why a call runs in one piece; raise the refusal if it must not."""
+        first = not (self._has_split or isinstance(refusal, Unverified))
+        if first or _is_of_other_strategy(refusal):
+            raise refusal
+        if self._in_one_piece is None:
+            reason = f"a later batch cannot be split: {refusal}"
+            raise Refused(reason, "micro_batch") from refusal
+        return str(refusal)
 
     def check_call(self, args: Any, kwargs: Any) -> None:
         """Raise ``Refused`` if a call with gradients would, before anything has run."""
@@ -227,9 +236,9 @@ class ChunkedRoot:
             self._ignore_updated_buffers(layout)
             call = ChunkedCall(self, update_at_first_call(forward, layout.updates), batch, layout)
             try:
-                output = self._around(call)
+                output = self._attempt(call, forward, batch)
             except UnknownGraph as unknown:
-                if last or self._reduction is not None:
+                if last:
                     raise Refused(UNKNOWN_GRAPH, "micro_batch") from None
                 self._layouts.verify_again(layout.kind, batch, unknown.shape)
             except Refused as refusal:  # the verified layout does not hold for this batch
@@ -238,7 +247,7 @@ class ChunkedRoot:
                 if start is not None:
                     start.restore()
                 self._layouts.forget()
-                if last or self._reduction is not None:  # the other ranks make no second call
+                if last:
                     raise
             else:
                 self._has_split = True
@@ -251,6 +260,24 @@ class ChunkedRoot:
                     self._outlines[self._kind(batch)] = outline, output.device
                 return output
         raise AssertionError("the second attempt returns or raises")
+
+    def _attempt(self, call: ChunkedCall, forward: Forward, batch: Batch) -> Any:
+        """Run a call in chunks; in one piece if that fails and other ranks make no second call."""
+        if (reduction := self._reduction) is None:
+            return call()
+
+        def run() -> Any:
+            start = RandomState.now()
+            try:
+                return call()
+            except UnknownGraph:
+                reason = self._reason_for_whole(Refused(UNKNOWN_GRAPH, "micro_batch"))
+            except Refused as refusal:
+                reason = self._reason_for_whole(refusal)
+            start.restore()
+            return self._whole(reason, forward, *batch.call(batch.leaves))
+
+        return reduction.forward(run)
 
     def unknown_graph(self, layout: Layout, outputs: Sequence[Any], nodes: int) -> str | None:
         """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
@@ -324,7 +351,7 @@ class ChunkedRoot:
             try:
                 return together(self._layouts.verify_again(layout.kind, call.batch, shape))()
             except Refused as refusal:
-                if not self._whole_at_worst or _is_of_other_strategy(refusal):
+                if self._in_one_piece is None or _is_of_other_strategy(refusal):
                     raise
                 both: tuple[torch.Tensor, torch.Tensor] = self._whole(
                     str(refusal), forward, *batch.call(batch.leaves)
@@ -347,16 +374,17 @@ class ChunkedRoot:
         self._buffers = [each for each in self._all_buffers if id(each) not in moving]
 
     def _whole(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run a batch in one piece because it cannot be split, with a warning.
+        """Run a batch in one piece because it cannot be split.
 
         No chunk has had an effect yet, so this is exactly the script's own step.
         """
-        said = f"a batch runs in one piece: {reason}"
-        warnings.warn(f"autofit: {said}", stacklevel=2)
+        assert self._in_one_piece is not None, "the call is not refused"
+        if self._reduction is not None:
+            self._reduction.runs_whole()
         try:
-            return forward(*args, **kwargs)
+            return self._in_one_piece(reason, forward, args, kwargs)
         except Exception as error:
-            error.add_note(f"autofit: {said}")
+            error.add_note(f"autofit: a batch runs in one piece: {reason}")
             raise
 
     def _around(self, run: Callable[[], Any]) -> Any:

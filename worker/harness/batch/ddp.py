@@ -37,6 +37,8 @@ class DdpReduction:
         """A call has run whose backward ends in a reduction."""
         self._queued = False
         """The running backward will end in the reduction."""
+        self._whole = False
+        """The running call is in one piece: the wrapper reduces it by itself."""
         self._received: set[int] = set()
         """The ``id`` of each parameter that has received a gradient since the call."""
 
@@ -59,12 +61,24 @@ class DdpReduction:
             self._received.clear()
         wrapper._pre_forward(None)  # with arguments it would move them to the device again
         reduces = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+        self._whole = False
         output = run()
+        if self._whole:
+            return wrapper._post_forward(output)
         if wrapper._check_sync_bufs_post_fwd():
             wrapper._sync_buffers()
         wrapper.require_forward_param_sync = reduces
         self._expected = self._expected or reduces
         return output
+
+    def runs_whole(self) -> None:
+        """Notice that the call under way does not run in chunks.
+
+        Raises ``Refused`` if the same backward has chunks to reduce: it would reduce twice.
+        """
+        if self._expected:
+            raise Refused("an earlier call of this backward has run in parts", "micro_batch")
+        self._whole = True
 
     def received(self, parameter: torch.Tensor) -> None:
         """Record that a parameter has received a gradient."""

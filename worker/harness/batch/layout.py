@@ -44,6 +44,10 @@ class Rule(StrEnum):
     this."""
 
 
+class Unverified(Refused):
+    """Nobody has verified how such a call is split, and this run does not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Labels:
     """The argument whose entries are the divisor of a mean loss, such as labels or a mask."""
@@ -142,6 +146,8 @@ class Layout:
     """The forward draws random numbers."""
     updates: tuple[Place, ...] = field(default=(), compare=False)
     """The state that every call updates in the same way, whatever its samples."""
+    shown: Batch | None = field(default=None, compare=False, repr=False)
+    """The samples on which a check has found the rules too, beside those of the call."""
     kind: Any = field(default=None, compare=False, repr=False)
     """The kind of call (``layout_cache.CallKind``)."""
 

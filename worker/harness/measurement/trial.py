@@ -575,7 +575,10 @@ class Trial(Session):
         self._compiling.seconds()
         with self._tracer.with_dropout(), self._refusals.excluded(), self.phases.within(CHECK):
             try:
-                return self.prove_on_model(root, plan, args, kwargs, known=known)
+                proven = self.prove_on_model(root, plan, args, kwargs, known=known)
+                if self.facts.world_size == 1 and root.chunked is None:
+                    root.prove_rescue(args, kwargs)
+                return proven
             finally:
                 self.phases.compiled(self._compiling.seconds())
 

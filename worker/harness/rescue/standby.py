@@ -10,17 +10,22 @@ gradient of each output. When memory runs out
   noted gradients, for the parameters whose ``.grad`` has not changed. The script's own call of
   ``backward`` then returns as usual.
 
-The split is verified only then. If it is refused, the error propagates with the reason added. The
-same holds if a gradient could be wrong: the script keeps the graph for another pass, the arguments
-need gradients, the loss uses parameters directly, or one output is computed from another.
+A call that cannot be split, or whose split nobody has verified, runs again in one piece, with
+autograd's saved tensors in host memory. So do later calls of its size.
+
+The error propagates with the reason added if a gradient could be wrong: the script keeps the graph
+for another pass, the arguments need gradients, the loss uses parameters directly, or one output is
+computed from another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -34,7 +39,8 @@ from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.chunked_root import ChunkedRoot
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.gradient_reads import Marks, marks
-from autofit.worker.harness.patching.observers import Seams, inside
+from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.rescue.moved_state import MovedState, Noted
 from autofit.worker.harness.torch_state.graph import (
     Edge,
     edges_of,
@@ -44,14 +50,17 @@ from autofit.worker.harness.torch_state.graph import (
 )
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
+from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.frames import free_frames
 
 _OURS = "autofit"
 """Key in a node's own dictionary for the root's outputs that it made."""
 LOST = "a shortage of memory in this model ends the run"
+UNUSUAL = "the script calls torch.autograd.grad, or keeps a graph for another backward"
 
 
 class RescuedRoot(Protocol):
@@ -89,8 +98,16 @@ class PlainCall:
     """What is known of one call that ran whole."""
 
     root: RescuedRoot
+    forward: Forward
+    """What runs the call in one piece."""
+    splits: bool
+    """Whether the call may run again in chunks."""
     batch: Batch | None
     """``None`` after backward."""
+    size: int
+    """Entries of its tensor arguments."""
+    state: Noted
+    """What the call changes in the model, as it was before."""
     training: bool
     start: RandomState
     ambient: Ambient
@@ -125,15 +142,24 @@ class Standby:
         seams: Seams,
         is_shortage: Callable[[BaseException], bool],
         has_fallback: Callable[[], bool] = lambda: False,
+        tell_kept: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``has_fallback``: whether a forward runs again under another plan, and not in chunks."""
+        """``has_fallback``: whether a forward runs again under another plan, and not in chunks.
+
+        ``tell_kept``: called with the reason when a call keeps its saved tensors on the host.
+        """
         self._seams = seams
         self._is_shortage = is_shortage
         self._has_fallback = has_fallback
+        self._tell_kept = tell_kept
         self._tensors: dict[int, list[torch.Tensor]] = {}
         """Parameters and buffers of each root that was called, keyed by the root's ``id``."""
         self._leaves: list[torch.Tensor] = []
         """The distinct parameters among them."""
+        self._moved: dict[int, MovedState] = {}
+        """What calls change in each root, by the root's ``id``."""
+        self._too_large: dict[int, int] = {}
+        """The smallest size of a call that did not fit, by the root's ``id``."""
         self._blind: set[int] = set()
         """``id`` of the roots whose calls cannot be noted; they run without a rescue."""
         self._elsewhere: dict[int, bool] = {}
@@ -147,13 +173,26 @@ class Standby:
 
     def call(self, root: RescuedRoot, /, *args: Any, **kwargs: Any) -> Any:
         """Run the root whole; after a shortage, run this call and all later ones in chunks."""
-        blind = id(root) in self._blind
-        call = None if blind else beside(lambda: self._note(root, args, kwargs), None, LOST)
+        return self._run(root, root.whole, args, kwargs, splits=True)
+
+    def in_one_piece(self, root: RescuedRoot, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call of a split root that cannot be split."""
+        return self._run(root, forward, args, kwargs, splits=False)
+
+    def _run(
+        self, root: RescuedRoot, forward: Forward, args: Any, kwargs: Any, *, splits: bool
+    ) -> Any:
+        call = None
+        if id(root) not in self._blind:
+            note = partial(self._note, root, forward, args, kwargs, splits)
+            call = beside(note, None, LOST)
         if call is None:
             self._blind.add(id(root))
-            return root.whole(*args, **kwargs)
+            return forward(*args, **kwargs)
+        if call.size >= self._too_large.get(id(root), sys.maxsize):
+            return self._saving_on_host(call)
         try:
-            output = root.whole(*args, **kwargs)
+            output = forward(*args, **kwargs)
         except Exception as error:
             if self._has_fallback() or not self._is_shortage(error):
                 raise
@@ -164,19 +203,30 @@ class Standby:
                 self._blind.add(id(root))
             return output
         with _with_reason(failure, self._is_shortage):
-            self._split(call, failure, "forward")
+            free_frames(failure)
+            reason = self._split(call, failure, "forward")
+            call.start.restore()
+            call.state.restore()
+            if reason:
+                return self._first_on_host(call, reason)
         failure.__traceback__ = None  # it holds this frame, which holds the batch
-        call.start.restore()
         return root.rerun(*args, **kwargs)
 
-    def _note(self, root: RescuedRoot, args: Any, kwargs: Any) -> PlainCall:
+    def _note(
+        self, root: RescuedRoot, forward: Forward, args: Any, kwargs: Any, splits: bool
+    ) -> PlainCall:
         if id(root) not in self._tensors:
             self._tensors[id(root)] = _tensors(root.module)
             found = {id(t): t for each in self._tensors.values() for t in each if t.is_leaf}
             self._leaves = list(found.values())
+            self._moved[id(root)] = MovedState(root.module)
         return PlainCall(
             root=root,
-            batch=Batch.of(args, kwargs),
+            forward=forward,
+            splits=splits,
+            batch=(batch := Batch.of(args, kwargs)),
+            size=sum(each.numel() for each in batch.leaves if isinstance(each, torch.Tensor)),
+            state=self._moved[id(root)].note(),
             training=root.module.training,
             start=RandomState.now(elsewhere=self._elsewhere.get(id(root), True)),
             ambient=Ambient.now(),
@@ -190,6 +240,7 @@ class Standby:
     def _follow(self, call: PlainCall, output: Any) -> bool:
         """Note which graph node made each output, and register hooks for their gradients."""
         assert call.batch is not None
+        self._moved[id(call.root)].called(call.state)
         call.versions = self._versions(call.root, call.batch)
         if id(call.root) not in self._elsewhere:
             now = RandomState.now()
@@ -215,13 +266,22 @@ class Standby:
         """Notice that the script calls ``torch.autograd.grad``."""
         self._unusual = True
 
-    def _split(self, call: PlainCall, error: BaseException, phase: str) -> None:
-        """Run the root in chunks from now on; raise ``Refused`` if that cannot help."""
+    # --- how to go on ----------------------------------------------------------------------
+
+    def _split(self, call: PlainCall, error: BaseException, phase: str) -> str:
+        """Run the root in chunks from now on; return the reason if it cannot, else nothing."""
+        if not call.splits:
+            return "this call cannot be split"
+        try:
+            outcome = attempt(partial(self._split_root, call, error, phase))
+        except Refused as refusal:
+            return str(refusal)
+        return "" if outcome.fits else "memory has no room to verify a split"
+
+    def _split_root(self, call: PlainCall, error: BaseException, phase: str) -> None:
         if self._unusual:
-            reason = "the script calls torch.autograd.grad, or keeps a graph for another backward"
-            raise Refused(reason)
+            raise Refused(UNUSUAL)
         root, batch = call.root, call.without_cache()
-        free_frames(error)
         with inside(self._seams), torch.enable_grad():
             layout = root.layout(batch)
         if layout.updates:
@@ -232,6 +292,26 @@ class Standby:
         root.split_from_now_on(size)
         assert root.chunked is not None
         root.chunked.shrink(error, phase, size)
+
+    def _first_on_host(self, call: PlainCall, reason: str) -> Any:
+        """Run a call with its saved tensors on the host; raise ``Refused`` if it does not fit."""
+        outcome = attempt(partial(self._saving_on_host, call))
+        if not outcome.fits:
+            raise Refused(reason)
+        self._keep_on_host(call, reason)
+        return outcome.value
+
+    def _saving_on_host(self, call: PlainCall) -> Any:
+        assert call.batch is not None
+        args, kwargs = call.batch.call(call.batch.leaves)
+        with saved_on_host(call.root.module.parameters()):
+            return call.forward(*args, **kwargs)
+
+    def _keep_on_host(self, call: PlainCall, reason: str) -> None:
+        """Keep the saved tensors of later calls on the host, if they are as large as ``call``."""
+        known = self._too_large.get(id(call.root), sys.maxsize)
+        self._too_large[id(call.root)] = min(known, call.size)
+        self._tell_kept(reason)
 
     # --- backward --------------------------------------------------------------------------
 
@@ -254,14 +334,14 @@ class Standby:
             if before is None:
                 raise failure
             with _with_reason(failure, self._is_shortage):
-                self._finish_in_chunks(tensors, calls, before, failure)
+                self._finish_again(tensors, calls, before, failure)
             failure.__traceback__ = None
         for call in calls:
             call.cotangents.clear()
             if not keeps_graph:
                 call.batch = None
 
-    def _finish_in_chunks(
+    def _finish_again(
         self,
         tensors: Any,
         calls: Sequence[PlainCall],
@@ -270,18 +350,21 @@ class Standby:
     ) -> None:
         """Compute the missing gradients into ``.grad``; raise ``Refused`` if some are lost."""
         free_frames(error)
+        if self._unusual:
+            raise Refused(UNUSUAL)
         graph = Graph(tensors)
         self._refuse_unless_complete(graph, calls)
         changes = zip(self._leaves, before, marks(self._leaves), strict=True)
         missing = {id(leaf) for leaf, then, now in changes if then == now}
         graph.release()
         gc.collect()
-        for call in calls:
-            if call.root.chunked is None:
-                self._split(call, error, "backward")
         now = RandomState.now()
         for call in calls:
-            self._finish(call, graph, missing)
+            split = call.splits and call.root.chunked is not None
+            if reason := "" if split else self._split(call, error, "backward"):
+                self._finish_on_host(call, graph, missing, reason)
+            else:
+                self._finish(call, graph, missing)
         now.restore()
 
     def _refuse_unless_complete(self, graph: Graph, calls: Sequence[PlainCall]) -> None:
@@ -290,7 +373,7 @@ class Standby:
         if {id(call) for call in graph.used} != {id(call) for call in calls}:
             raise Refused("it ran out before the gradients had reached the model")
         for call, outputs in graph.used.items():
-            if call.root.chunked is not None or call.batch is None:
+            if call.batch is None or (call.splits and call.root.chunked is not None):
                 raise Refused("the model was called several times before this backward pass")
             if not call.noted:
                 raise Refused("the model's output cannot be followed")
@@ -312,6 +395,32 @@ class Standby:
         incoming = {index: call.cotangents[index] for index in sorted(graph.used[call])}
         parameters = [p for p in chunked.parameters if id(p) in missing]
         chunked.finish(call.root.forward, batch, incoming, parameters, call.start, call.ambient)
+
+    def _finish_on_host(
+        self, call: PlainCall, graph: Graph, missing: set[int], reason: str
+    ) -> None:
+        """Run a call again in one piece, and its backward for the ``missing`` gradients."""
+        wanted = sorted(graph.used[call])
+        own = call.root.module.parameters()
+        parameters = [p for p in own if p.requires_grad and id(p) in missing]
+        call.start.restore()
+        outcome = attempt(partial(self._again_on_host, call, wanted, parameters))
+        if not outcome.fits:
+            raise Refused(reason)
+        self._keep_on_host(call, reason)
+
+    def _again_on_host(
+        self, call: PlainCall, wanted: list[int], parameters: list[nn.Parameter]
+    ) -> None:
+        with (
+            inside(self._seams),
+            torch.enable_grad(),
+            call.ambient.again(),
+            call.state.again(),
+        ):
+            outputs = flatten(self._saving_on_host(call))[0]
+            cotangents = [call.cotangents[index] for index in wanted]
+            plain_backward([outputs[index] for index in wanted], cotangents, inputs=parameters)
 
 
 class Graph:

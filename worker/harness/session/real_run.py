@@ -24,16 +24,15 @@ from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
-from autofit.worker.harness.torch_state.copies import copied
-from autofit.worker.harness.torch_state.modules import moves_together
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
+from autofit.worker.harness.verification.plan_check import shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
 from autofit.worker.oom import survived
-from autofit.worker.oom.attempt import attempt, is_shortage
+from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import Kind, classify, classify_retries
 from autofit.worker.records.trials import (
+    InOnePiece,
     LaunchRequest,
     Learned,
     OutOfMemory,
@@ -45,14 +44,14 @@ from autofit.worker.records.trials import (
 
 LEANER = 0.95
 """After a shortage, a fallback must have a peak below this share of the present plan's."""
-NO_ROOM_FOR_COPY = "memory has no room for a copy of the model, to verify on"
+UNVERIFIED = "it was not verified for this model before the run"
 
 
 class RealRun(Session):
     """Trains under a plan that was verified elsewhere, with other plans as fallbacks.
 
-    Nothing is tried on the script's own model. A plan that no process has verified is verified on a
-    copy of the model first.
+    Nothing is verified in it. Only a root of which no process has verified anything is checked at
+    its first calls, as under ``@autofit.resilient``: nobody else can.
     """
 
     def __init__(
@@ -80,7 +79,14 @@ class RealRun(Session):
         """Retries of the allocator after each of the last steps."""
         self._retries_before = 0
         """Retries up to the first step, or up to the last step with a check."""
-        self._standby = Standby(self.seams, self._is_shortage, lambda: bool(self._more_blocks()))
+        self._standby = Standby(
+            self.seams,
+            self._is_shortage,
+            lambda: bool(self._more_blocks()),
+            partial(self._in_one_piece, on_host=True),
+        )
+        self._whole: set[tuple[str, bool]] = set()
+        """The reasons told so far why calls run in one piece."""
         self._start: RandomState | None = None
         """Random state at the start of the present call."""
         self._open_graphs = 0
@@ -230,24 +236,13 @@ class RealRun(Session):
             self._start = RandomState.now()
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
-        """Apply a plan; if no process has verified it, verify it on a copy of the model first."""
-        if known or not shows_in_calls(plan, self.facts):
-            root.apply(plan)
-            return False
-        if moves_together(root.module):
+        """Apply a plan that was verified; raise ``Refused`` for another one."""
+        if root.verifies:
             return self.prove_on_model(root, plan, args, kwargs, known=known)
-        check = partial(self._prove_on_copy, root, plan, args, kwargs)
-        if not attempt(check, corroborated=self.meter.short).fits:
-            raise Refused(NO_ROOM_FOR_COPY)
+        if not known and shows_in_calls(plan, self.facts):
+            raise Refused(UNVERIFIED)
         root.apply(plan)
-        return True
-
-    def _prove_on_copy(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
-        module = copied(root.module, weights=True)
-        copy = HarnessRoot(module, self.seams, self.calls, self.runner.on_shortage)
-        copy.learn(root.facts)
-        prove(copy, plan, args, kwargs, self.facts)
-        copy.take_back()
+        return False
 
     def agree_on_facts(self, facts: RootFacts) -> RootFacts:
         """Learn how many ranks train together, also if another launcher has started them."""
@@ -256,7 +251,7 @@ class RealRun(Session):
         return facts
 
     def policy(self, module: nn.Module) -> RunPolicy:
-        """Return a policy that rescues calls and verifies splits on copies.
+        """Return a policy that verifies nothing, and rescues calls.
 
         With several ranks no call is rescued: a failed backward pass may already have sent
         gradients to the other ranks. Nor is a call with sharded weights, which it may have left
@@ -264,7 +259,8 @@ class RealRun(Session):
         """
         alone = not isinstance(module, DistributedDataParallel) and not self._spread
         return RunPolicy(
-            checks_on_copies=True,
+            verifies=False,
+            tell_whole=partial(self._in_one_piece, on_host=False),
             rescues_evaluation=alone,
             standby=self._standby if alone else None,
             group=self._group,
@@ -281,6 +277,15 @@ class RealRun(Session):
     def autograd_grad_called(self) -> None:
         """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
         self._standby.grad()
+
+    def _in_one_piece(self, reason: str, *, on_host: bool) -> None:
+        """Report, once for each reason, that calls run in one piece."""
+        if on_host:
+            survived.add()
+        if (reason, on_host) not in self._whole:
+            self._whole.add((reason, on_host))
+            told = InOnePiece(reason=reason, on_host=on_host, phase=self.phase, steps=self.steps)
+            self._reporter.send(told)
 
     def _is_shortage(self, error: BaseException) -> bool:
         return is_shortage(error, self.meter.short)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from autofit.strategies.precision import Precision
 from autofit.worker.harness.batch import ddp
 from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
-from autofit.worker.harness.batch.layout import Batch, Layout
+from autofit.worker.harness.batch.layout import Batch, Layout, Unverified
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
 from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.shared_call import SharedRoot
@@ -42,6 +42,7 @@ from autofit.worker.harness.session.script_facts import batch_dimension_uncertai
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.graph import Shapes
+from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.torch_state.modules import is_paged, unwrapped
 from autofit.worker.harness.torch_state.pytree import flatten
@@ -95,6 +96,8 @@ class HarnessRoot:
         self.batch_dim = 0
         """The dimension of the arguments that is the batch."""
         self.proof = ProofRecord(evidence)
+        self.verifies = self._policy.verifies or not self.proof.evidence.knows_root()
+        """New kinds of calls are verified; else they run whole."""
         """What the checks of this root have found."""
         self._watch = ModuleWatch(self._outer)
         self._layouts = Layouts(
@@ -102,7 +105,7 @@ class HarnessRoot:
             self._find_layout,
             self.proof.evidence,
             self._watch,
-            None if self._policy.checks_on_copies else self._rehearse,
+            self._rehearse if self._policy.verifies else None,
         )
         self._shared: SharedRoot | None = None
         """Divides the calls among ranks; ``None`` where the plan does not."""
@@ -376,7 +379,7 @@ class HarnessRoot:
             reduction=ddp.DdpReduction(outer)
             if isinstance(outer, DistributedDataParallel)
             else None,
-            whole_at_worst=self._policy.may_run_whole,
+            in_one_piece=self._in_one_piece if self._policy.may_run_whole else None,
             one_size=self._one_size,
         )
 
@@ -386,6 +389,13 @@ class HarnessRoot:
             self._chunked = None
 
         return undo
+
+    def _in_one_piece(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a call of a split root that cannot be split; rescue it if this session rescues."""
+        self._policy.tell_whole(reason)
+        if self._policy.standby is None:
+            return forward(*args, **kwargs)
+        return self._policy.standby.in_one_piece(self, forward, args, kwargs)
 
     def _shortage_in_chunk(self, error: BaseException, phase: str, size: int) -> bool:
         """Return whether a split call that ran out of memory continues in smaller chunks.
@@ -505,7 +515,7 @@ class HarnessRoot:
         try:
             layout = self._layouts.of(batch, gradients=gradients)
         except Refused as refusal:
-            raise Refused(str(refusal), "micro_batch") from refusal
+            raise type(refusal)(str(refusal), "micro_batch") from refusal
         if layout.draws and self._facts is not None and not self._facts.dropout:
             self._facts = replace(self._facts, dropout=True)
         return layout
@@ -516,12 +526,13 @@ class HarnessRoot:
             self._chunked.use_one_size(wanted)
 
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
+        if gradients and not self.verifies:
+            raise Unverified("calls of this kind were not verified before the run")
         self.proof.proof_begins()
         ddp.refuse_what_cannot_be_split(self.outer)
-        copies = self._policy.checks_on_copies and not is_paged(self.module)
-        on_copy = copies or self.weights_sharded
+        on_copy = self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
-            module = copied(self.module, weights=self.weights_sharded) if on_copy else self.module
+            module = copied(self.module) if on_copy else self.module
             plain = module.__call__ if on_copy else self.plain
             checkpointed = (
                 self._checkpointed_blocks_of(module) if on_copy else self.checkpointed_blocks
@@ -555,16 +566,32 @@ class HarnessRoot:
         statistics = self._shared.statistics if self._shared is not None else None
         return statistics.by_sample() if statistics is not None else nullcontext()
 
-    def _rehearse(self, batch: Batch, layout: Layout) -> str:
-        """Return the shape of the graph of two samples without a plan; "" if they do not fit."""
+    def prove_rescue(self, args: Any, kwargs: Any) -> None:
+        """Verify the split that a run under a plan without one needs when memory runs out.
+
+        Nothing is raised if calls cannot be split: the run then saves tensors on the host.
+        """
+        batch = Batch.of(args, without_cache(self.module, kwargs))
+        with suppress(Refused):
+            layout = attempt(lambda: self.layout(batch)).value
+            shape = "" if layout is None else self._rehearse(batch, layout, self.forward)
+            if layout is not None and shape:
+                self._layouts.accept(layout.kind, shape)
+
+    def _rehearse(self, batch: Batch, layout: Layout, forward: Forward | None = None) -> str:
+        """Return the shape of the graph of two samples; "" if they do not fit.
+
+        ``forward``: the model's call; by default that without a plan.
+        """
         if self.weights_sharded or is_paged(self.module):
             return ""
-        return attempt(lambda: self._shape(batch, layout)).value or ""
+        forward = forward or self._composed.in_lasting(self.plain)
+        return attempt(lambda: self._shape(batch, layout, forward)).value or ""
 
-    def _shape(self, batch: Batch, layout: Layout) -> str:
+    def _shape(self, batch: Batch, layout: Layout, forward: Forward) -> str:
         some = few(batch, layout, range(min(2, layout.size(batch))))
         args, kwargs = some.call(some.leaves)
-        forward = ddp.refuse_collectives(self._composed.in_lasting(self.plain))
+        forward = ddp.refuse_collectives(forward)
         with (
             uncompiled(),
             self._policy.around_proof(),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"autofit: a batch runs in one piece: {reason}", stacklevel=2)
 
 
 def _never() -> bool:
@@ -23,8 +28,11 @@ class RunPolicy:
     may_run_whole: bool = True
     """A later batch that cannot be split runs in one piece. A trial refuses it instead, because
     it would measure the wrong plan."""
-    checks_on_copies: bool = False
-    """Splits are verified on a copy of the model: a real run must not disturb the training."""
+    tell_whole: Callable[[str], None] = _warn
+    """Called with the reason when a batch of a split root runs in one piece."""
+    verifies: bool = True
+    """New kinds of calls are verified. A real run does not, if an earlier process has verified
+    something of the root: such calls run whole."""
     rescues_evaluation: bool = False
     """Calls without gradients run in parts where they do not fit, under any plan."""
     standby: Standby | None = None

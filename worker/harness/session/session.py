@@ -427,7 +427,7 @@ class Session:
         """Learn the facts of a root from its first call."""
         facts = script_facts.describe(root.outer, args, kwargs)
         root.learn(facts)
-        if not facts.batch_norm and not transformed():
+        if root.verifies and not facts.batch_norm and not transformed():
             with inside(self.seams), self.phases.within(CHECK):
                 facts = with_samples(root, facts, args, kwargs, self.meter)
         root.learn(self.agree_on_facts(facts))

@@ -26,7 +26,7 @@ from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.split_rules import Undecided
 from autofit.worker.oom.attempt import attempt
 
-LAYOUT = "how a call is split"
+LAYOUT = "how a call is split, as far as later batches can show"
 SHAPES = "the shapes of the graphs of a kind of call"
 PLAIN = ()
 """The key of a call without a plan."""
@@ -54,8 +54,8 @@ class CallKind:
     """The traits of the batches on which the layout was verified."""
     ranges: dict[int, Range] = field(default_factory=dict)
     """The smallest and the largest entry seen in one-dimensional integer arguments."""
-    refused: dict[object, str] = field(default_factory=dict)
-    """The reason of a refusal, by the new traits or the new graph shape."""
+    refused: dict[object, Refused] = field(default_factory=dict)
+    """The refusal, by the new traits or the new graph shape."""
     shapes: dict[object, set[str]] = field(default_factory=dict)
     """The verified graph shapes, by the part of the plan that changes a call."""
     sizes: dict[object, set[int]] = field(default_factory=dict)
@@ -64,6 +64,26 @@ class CallKind:
     """Calls whose graph was made."""
     fresh: bool = False
     """The layout was verified on the call that runs next, so its graph shape is verified too."""
+
+    def verified_on(self, batch: Batch, layout: Layout) -> None:
+        """Note that ``layout`` holds for ``batch``, and for what it was shown."""
+        for shown in (batch, layout.shown):
+            if shown is not None:
+                traits, ranges = _traits(shown, layout)
+                self.traits |= traits
+                self.ranges |= {
+                    i: _union(self.ranges.get(i, new), new) for i, new in ranges.items()
+                }
+        self.layout = replace(layout, shown=None)
+
+    def refuse(self, cause: object, refusal: Refused) -> None:
+        """Keep a copy of a refusal: the traceback of the original refers to the batch."""
+        self.refused[cause] = type(refusal)(str(refusal))
+
+    def raise_again(self, cause: object) -> None:
+        """Raise the refusal that ``cause`` has met before, if it has met one."""
+        if (refusal := self.refused.get(cause)) is not None:
+            raise type(refusal)(str(refusal))
 
 
 class Layouts:
@@ -143,18 +163,22 @@ class Layouts:
         sizes.add(nodes)
         return None
 
+    def accept(self, kind: CallKind, shape: str) -> None:
+        """Note the shape of the graphs of a verified kind of call under the present plan."""
+        self._add_shape(kind, self._plan, shape)
+
     def verify_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
         """Verify a kind on ``batch``, whose graph has the new ``shape``.
 
         Raises ``Refused`` if the split does not hold on it.
         """
-        if (self._plan, shape) in kind.refused:
-            raise Refused(kind.refused[self._plan, shape])
+        kind.raise_again((self._plan, shape))
         try:
             layout = self._find_again(batch, True)
+        except Undecided:
+            raise
         except Refused as refusal:
-            if not isinstance(refusal, Undecided):
-                kind.refused[self._plan, shape] = str(refusal)
+            kind.refuse((self._plan, shape), refusal)
             raise
         kind.layout, kind.fresh = layout, True
         self._keep(kind)
@@ -205,7 +229,7 @@ class Layouts:
             return CallKind(key, type(refusal)(str(refusal)))
         kind = CallKind(key, layout, fresh=True)
         if layout.fits(batch):
-            kind.traits, kind.ranges = _traits(batch, layout)
+            kind.verified_on(batch, layout)
         self._keep(kind)
         return kind
 
@@ -236,23 +260,20 @@ class Layouts:
             return layout
         traits, ranges = _traits(batch, layout)
         further = traits - kind.traits
-        wider = {i: _union(kind.ranges.get(i, seen), seen) for i, seen in ranges.items()}
-        if not further and all(wider[i] == kind.ranges.get(i) for i in wider):
+        if not further and all(_within(seen, kind.ranges.get(i)) for i, seen in ranges.items()):
             return layout
-        if further in kind.refused:
-            raise Refused(kind.refused[further])
+        kind.raise_again(further)
         try:
-            kind.layout = self._find_again(batch, gradients)
+            found = self._find_again(batch, gradients)
         except Undecided:
             return layout
         except Refused as refusal:
-            kind.refused[further] = str(refusal)
+            kind.refuse(further, refusal)
             raise
-        kind.traits |= traits
-        kind.ranges |= wider
+        kind.verified_on(batch, found)
         kind.fresh = True
         self._keep(kind)
-        return kind.layout
+        return replace(found, shown=None)
 
     def _find_again(self, batch: Batch, gradients: bool) -> Layout:
         """Verify the layout on ``batch``; raise ``Undecided`` if that does not fit in memory."""
@@ -313,6 +334,10 @@ def _labels_of(plain: list[Any]) -> Labels:
 
 
 # --- traits --------------------------------------------------------------------------------
+
+
+def _within(seen: Range, known: Range | None) -> bool:
+    return known is not None and known[0] <= seen[0] and seen[1] <= known[1]
 
 
 def _union(one: Range, other: Range) -> Range:

@@ -7,19 +7,32 @@ Where a loss is written by hand, a batch with a new trait (``layout_cache``) is 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autofit.worker.harness.batch import loss_functions
 from autofit.worker.harness.batch.layout import Batch, Labels, Layout
 
 LARGEST = 1 << 24
 """An argument with more entries is not taken for labels or a mask."""
 IGNORED = -100
 """The label that torch and most models ignore."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Target:
+    """The target of one cross-entropy."""
+
+    entries: torch.Tensor
+    ignored: int
+    weight: torch.Tensor | None
+    classes: int
+    ignores: bool
+    """The model has named the label that is ignored."""
 
 
 class Observer(TorchFunctionMode):
@@ -31,7 +44,11 @@ class Observer(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._targets: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        self._targets: list[_Target] = []
+        self.classes: dict[int, int] = {}
+        """The classes of each argument that was a target, by its position."""
+        self.ignored: dict[int, int] = {}
+        """The label that is ignored, where the model names one."""
         self._lookups: set[int] = set()
         """The addresses of the inputs' storages."""
 
@@ -40,11 +57,18 @@ class Observer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in (nn.functional.cross_entropy, nn.functional.nll_loss):
-            target = kwargs.get("target", args[1] if len(args) > 1 else None)
-            weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-            ignore = kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED)
+            given = loss_functions.arguments(func, args, kwargs)
+            target, scores = given["target"], given["input"]
             if isinstance(target, torch.Tensor) and not target.is_floating_point():
-                self._targets.append((target.detach().flatten(), ignore, weight))
+                self._targets.append(
+                    _Target(
+                        target.detach().flatten(),
+                        given["ignore_index"],
+                        given["weight"],
+                        classes=scores.shape[1 if scores.ndim > 1 else 0],
+                        ignores="ignore_index" in kwargs or len(args) > 4,
+                    )
+                )
         elif func is nn.functional.embedding:
             words = kwargs["input"] if "input" in kwargs else args[0]
             self._lookups.add(words.untyped_storage().data_ptr())
@@ -60,11 +84,15 @@ class Observer(TorchFunctionMode):
             leaf = part.leaves[index]
             if not _whole_numbers(leaf) or self.looked_up(leaf):
                 continue
-            for target, ignore, weight in self._targets:
+            for target in self._targets:
                 for shift in (0, 1) if leaf.ndim > 1 else (0,):
-                    if _is_target(leaf, target, ignore, shift):
+                    if _is_target(leaf, target.entries, target.ignored, shift):
+                        weight = target.weight
                         weights = None if weight is None else weight.detach().clone()
-                        found.append(Labels(index, ignore, shift, weights=weights))
+                        found.append(Labels(index, target.ignored, shift, weights=weights))
+                        self.classes[index] = target.classes
+                        if target.ignores:
+                            self.ignored[index] = target.ignored
         self._targets.clear()
         return list(dict.fromkeys(found))
 
@@ -109,6 +137,38 @@ def possible_divisors(part: Batch, layout: Layout, observer: Observer) -> list[L
             ignored = (0,) if observer.looked_up(leaf) else (0, IGNORED)
             found += [Labels(index, ignore, shift) for ignore in ignored for shift in shifts]
             found += [Labels(index, values=True)] if leaf.ndim == 1 else []
+    return found
+
+
+def varied(part: Batch, layout: Layout, observer: Observer) -> Batch:
+    """Return a batch that shows what later batches may, if ``part`` does not.
+
+    These are: zeros, every class, ignored labels, and padding. A model that runs on them alike
+    need not be asked again when they come.
+    """
+    found = rolled(part, layout, observer)
+    for index in layout.batched:
+        before = found.leaves[index].detach()
+        rows = before.movedim(layout.dim, 0).clone(memory_format=torch.contiguous_format)
+        if not rows.numel() or rows.is_complex():
+            continue
+        entries = rows[0].view(-1)
+        last, many = entries[-1:], entries.numel() > 1
+        if index in observer.classes:
+            if rows.ndim == 1:
+                counts = rows != observer.ignored.get(index, IGNORED)
+                spread = torch.linspace(0, observer.classes[index] - 1, len(rows))
+                rows[counts] = spread.round().to(rows)[counts]
+            elif many:
+                entries[:1] = 0
+                last.fill_(observer.ignored.get(index, int(last)))
+        elif is_mask(before):
+            if many and bool(entries[-2] == last):
+                last.copy_(1 - last.to(torch.int8))
+        elif rows.is_floating_point() or observer.looked_up(part.leaves[index]):
+            entries[:1] = 0
+        found.leaves[index] = rows.movedim(0, layout.dim).contiguous()
+        found.leaves[index].requires_grad_(part.leaves[index].requires_grad)
     return found
 
 

@@ -19,6 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from autofit.worker.records.trials import Proven
 
+ROOT = "something of this root was verified"
+
 
 class Known:
     """Verified facts by a key. The ``repr`` of a key must be the same in every process."""
@@ -62,8 +64,17 @@ class Known:
         except ValueError:  # somebody has edited the store
             return None
 
+    def knows_root(self) -> bool:
+        """Return whether anything was verified of this root."""
+        return self.get(ROOT) is True
+
     def put(self, value: object, *key: object) -> None:
         """Store ``value``, plain JSON, for this and later launches; ``None`` deletes it."""
+        if value is not None and not self.knows_root():
+            self._store(True, ROOT)
+        self._store(value, *key)
+
+    def _store(self, value: object, *key: object) -> None:
         proven = Proven(key=_digest((self._of, key)), content=json.dumps(value))
         if self._held.get(proven.key) != proven.content:
             self._held[proven.key] = proven.content

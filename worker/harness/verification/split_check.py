@@ -27,7 +27,13 @@ from autofit.worker.harness.torch_state.reachable_state import Snapshot
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
 from autofit.worker.harness.verification.fixed_draws import fixed_draws
 from autofit.worker.harness.verification.float64 import in_float64, soon, widened_batch
-from autofit.worker.harness.verification.loss_weights import LARGEST, Observer, is_mask, rolled
+from autofit.worker.harness.verification.loss_weights import (
+    LARGEST,
+    Observer,
+    is_mask,
+    rolled,
+    varied,
+)
 from autofit.worker.harness.verification.repeated_heads import RepeatedHeads
 from autofit.worker.harness.verification.shifted_weights import SETS_WEIGHTS, far, moving, near
 from autofit.worker.harness.verification.side_effects import (
@@ -267,37 +273,52 @@ class _SplitCheck:
             raise Refused(f"the model draws random numbers that cannot be fixed: {names}")
         if self.sizes and self._size(runner.layout) > comparison.size:
             self._compare_sizes(comparison, start, wide=way.wide)
-        points = [first]
+        points, shown = [first], None
         if self.gradients:
-            points += self._second_point(comparison, first)
+            further, shown = self._second_point(comparison, first)
+            points += further
         elif comparison.found.draws and self.module.training:
             raise Refused("the model draws random numbers")
         later = [(each.start, each.after) for each in points[1:] or points]
         updates = state_updates(first.start, first.after, later)
-        return replace(comparison.found, updates=updates)
+        return replace(comparison.found, updates=updates, shown=shown)
 
     def _size(self, layout: Layout) -> int:
         return layout.size(self.batch)
 
-    def _second_point(self, comparison: Comparison, first: Whole) -> list[Whole]:
-        """Narrow the rules at other weights and samples; return what the samples gave there.
+    def _second_point(
+        self, comparison: Comparison, first: Whole
+    ) -> tuple[list[Whole], Batch | None]:
+        """Narrow the rules at other weights and samples.
 
-        A difference counts unless the last bits of the weights make as much, as attention over two
-        words can in many layers. The point does not count if the model cannot run there, on a
-        singular matrix for example.
+        Returns what the samples gave there, and the samples if they were varied. Samples that the
+        training may never have must not count against a split, so where they differ they are only
+        rolled. Then a difference counts unless the last bits of the weights make as much, as
+        attention over two words can in many layers. The point does not count if the model cannot
+        run there, on a singular matrix for example.
         """
-        runner, part = comparison.runner, comparison.part
+        runner, part, possible = comparison.runner, comparison.part, comparison.possible
         runner.weights.move = far
-        comparison.part = rolled(part, runner.layout, comparison.observer)
 
         def run() -> Whole:
             first.after.restore()
             output = runner.run(comparison.part, (0, comparison.size))
             return comparison.whole(output, first.after)
 
+        comparison.part = varied(part, runner.layout, comparison.observer)
+        outcome = attempt_model(run)
+        if outcome.failure is None:
+            whole = outcome.result()
+            try:
+                if comparison.again(whole):
+                    return [whole], comparison.part
+            except Refused as refusal:
+                free_frames(refusal)
+            comparison.possible = possible
+        comparison.part = rolled(part, runner.layout, comparison.observer)
         outcome = attempt_model(run)
         if outcome.failure is not None:
-            return []
+            return [], None
         whole = outcome.result()
         try:
             comparison.again(whole)
@@ -307,7 +328,7 @@ class _SplitCheck:
                 raise
         except Undecided:
             pass
-        return [whole]
+        return [whole], None
 
     def _compare_sizes(self, comparison: Comparison, start: Snapshot, *, wide: bool) -> None:
         """Compare the whole batch with two parts; if it does not fit, half of it, and so on."""

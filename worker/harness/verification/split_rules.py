@@ -260,16 +260,18 @@ class Comparison:
         self._compare(whole, chunks, cuts)
         self._refuse_undecided(whole, values)
 
-    def again(self, whole: Whole) -> None:
-        """Narrow the rules by a second point.
+    def again(self, whole: Whole) -> bool:
+        """Narrow the rules by a second point; return whether it counts.
 
-        It does not count if outputs are not finite. Outputs that were the same for all chunks may
-        differ here.
+        It does not if outputs are not finite. Outputs that were the same for all chunks may differ
+        here.
         """
         self._confirms = True
-        if _finite(whole.output):
-            cuts = [(0, 1), (1, self.size)]
-            self._compare(whole, self._chunks(whole, cuts), cuts)
+        if not _finite(whole.output):
+            return False
+        cuts = [(0, 1), (1, self.size)]
+        self._compare(whole, self._chunks(whole, cuts), cuts)
+        return True
 
     def in_other_sizes(self, batch: Batch, start: Snapshot) -> None:
         """Narrow the rules by the outputs of the whole ``batch`` and of two parts of it."""
