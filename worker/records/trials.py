@@ -501,11 +501,11 @@ class Ran:
     steps: int
     """Optimizer steps taken."""
     peak_allocated: int
-    """Most bytes that tensors held after the first step, later checks included."""
+    """Most bytes that tensors held after the first step."""
     peak_reserved: int
     peak_device: int
     retries: int
-    """Retries of the allocator, counted after the first step and after the last check."""
+    """Retries of the allocator after the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,44 +98,6 @@ def test_the_end_tells_what_it_came_to() -> None:
     assert ran.peak_device >= ran.peak_allocated
 
 
-class Words(nn.Module):
-    """Its loss comes from its forward, so what a batch shows may matter to how it is split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(8, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of tokens (batch, length)."""
-        vectors: torch.Tensor = self.words(tokens)
-        return vectors.square().mean()
-
-
-def test_a_later_proof_is_set_aside() -> None:
-    """Memory runs out in the proof that a batch with zeros brings, in the second step."""
-    torch.manual_seed(0)
-    model = Words()
-    gauge, reports, retries = meter.for_device("cpu"), Reports(), 0
-    gauge.retries = lambda: retries  # type: ignore[method-assign]
-    run = RealRun(a_run(Plan.of({"micro_batch": "8"})), reports, gauge)  # type: ignore[arg-type]
-    run.start()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        for made, zeros in [(2, 0), (3, 5), (1, 5), (0, 5)]:
-            tokens = torch.ones(16, 4, dtype=torch.long)
-            tokens[:zeros] = 0
-            retries += made
-            optimizer.zero_grad()
-            model(tokens).backward()
-            optimizer.step()
-        run.script_ended()
-    finally:
-        run.stop()
-    (ran,) = reports.of(Ran)
-    assert (ran.steps, ran.retries) == (4, 1)
-    assert reports.of(Pressed) == []
-
-
 TRAIN = """\
 from queue import SimpleQueue
 

@@ -78,7 +78,7 @@ class RealRun(Session):
         self._retries: deque[int] = deque(maxlen=3)
         """Retries of the allocator after each of the last steps."""
         self._retries_before = 0
-        """Retries up to the first step, or up to the last step with a check."""
+        """Retries up to the first step."""
         self._standby = Standby(
             self.seams,
             self._is_shortage,
@@ -300,19 +300,12 @@ class RealRun(Session):
         self._reporter.send(Learned(facts=self.facts))
 
     def boundary(self) -> None:
-        """Reset the meter after the first step, and watch the allocator.
-
-        Retries of the allocator during a check say nothing about later steps, so they are not
-        counted.
-        """
-        first, proven = self.steps == 1, self.proven()
-        if proven or (first and not self.plan.neutral):
-            self.meter.release()  # the check, or the new optimizer state, leaves cached memory
-        if first:
+        """Reset the meter after the first step, and watch the allocator."""
+        if self.steps == 1:
+            if not self.plan.neutral:
+                self.meter.release()  # the new optimizer state leaves cached memory
             self.meter.reset()
-        if first or proven:
             self._retries_before = self.meter.retries()
-            self._retries.clear()
         self._watch_headroom()
 
     def _watch_headroom(self) -> None:
