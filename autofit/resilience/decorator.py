@@ -199,15 +199,17 @@ class Resilient:
         When memory runs out, the batch is cut along ``dim``. The gradients of the parts add up to
         those of the whole batch.
 
-        ``reduction`` says what the loss is: a ``"mean"`` over samples, a ``"sum"``, or a mean over
-        the count that a function of the batch returns, such as its tokens. ``backward`` replaces
+        ``reduction`` says what the loss is where that cannot be verified: a ``"mean"`` over samples,
+        a ``"sum"``, or a mean over the count that a function of the batch returns, such as its
+        tokens. ``backward`` replaces
         ``torch.autograd.backward``, for example by ``accelerator.backward``. ``join`` joins the
         outputs of the parts; without it the rules in ``docs/how-to/split-a-step.md`` apply. With
         ``grow``, twice as many samples are tried after 100 successful steps. ``mixes_samples``
         allows splitting under BatchNorm.
 
-        This decorator verifies nothing and makes no other call than those of the parts. A function
-        that counts or stores something does so once for each part and each failed attempt.
+        Before a batch is first split, the function runs on a few samples, to verify that the losses
+        of parts add up; ``CannotRetry`` is raised if they do not. A function that counts or stores
+        something does so once for each part and each failed attempt.
         """
         options = Options(
             attempts=1, on_retry=on_retry, checkpoint=None, remember=remember, storage=storage

@@ -3,22 +3,25 @@
 The work is a generator, so that functions and coroutine functions share it. It yields the arguments
 of a call and a predicate for the errors that it handles. It is sent the outcome of the call.
 
-The function is called only for the batch or its parts, never for a check. After a failed attempt,
-gradients and random generators are restored. Other changes, such as to a counter, remain.
+Before the batch is first split, the function runs on a few samples, to verify that the losses of
+parts add up (``split_of_step``). After a failed attempt, gradients and random generators are
+restored. Other changes, such as to a counter, remain.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from autofit.exceptions import CannotRetry, UsageError
+from autofit.exceptions import CannotRetry, Refused, UsageError
 from autofit.resilience import out_of_memory, outer_models, ranks, switches
 from autofit.resilience.arguments import Arguments, Place, inject, take_argument
 from autofit.resilience.batch import Batch, Cut, Weight, detached, join_outputs, loss_of
@@ -27,9 +30,12 @@ from autofit.resilience.parameters import GradientSnapshot, StepParameters
 from autofit.resilience.part_limit import PartLimit
 from autofit.resilience.records import Hook, Retry
 from autofit.resilience.remembered import Memory
-from autofit.worker.harness.batch.layout import cuts
+from autofit.resilience.split_of_step import StepLoss
+from autofit.worker.harness.batch.layout import Weights, cuts
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.harness.verification.split_rules import Undecided
 from autofit.worker.oom import survived
+from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import Diagnosis, Kind
 
 log = logging.getLogger("autofit.resilient")
@@ -60,6 +66,8 @@ class Step:
     memory: Memory | None
     parameters: StepParameters = field(default_factory=StepParameters)
     limits: dict[Key, PartLimit] = field(default_factory=dict)
+    loss: StepLoss | None = None
+    """The loss as a function of the batch; ``None`` until the batch is split."""
 
     def forget(self) -> None:
         """Forget all limits: the next call runs the whole batch at once."""
@@ -115,6 +123,8 @@ class _Run:
         self._restart = False
         """Whether the step starts over, because it started without gradients."""
         self._reached: list[nn.Module] | None = None
+        self._verified: Weights | None = None
+        """The weights of the samples in the loss; ``None`` where nothing is verified."""
 
     def work(self) -> Work:
         """Run part after part; if one does not fit, start over or continue with smaller parts."""
@@ -206,7 +216,11 @@ class _Run:
 
     def _weight(self, cut: Cut) -> float:
         reduction = self.step.reduction
-        if cut == (0, self.samples) or reduction == "sum":
+        if cut == (0, self.samples):
+            return 1.0
+        if self._verified is not None:
+            return self._verified.of(cut)
+        if reduction == "sum":
             return 1.0
         if callable(reduction):
             total = float(reduction(self.batch.take((0, self.samples))))
@@ -216,10 +230,37 @@ class _Run:
     def _modules(self) -> list[nn.Module]:
         """Return every module that the function can reach; raise if the batch cannot be split."""
         if self._reached is None:
-            found = outer_models.modules(self.step.function, self._arguments())
+            found = [*outer_models.modules(self.step.function, self._arguments())]
             self._reached = [inner for module in found for inner in module.modules()]
             self._refuse_to_split(self._reached)
+            self._verify(found)
         return self._reached
+
+    def _verify(self, models: list[nn.Module]) -> None:
+        """Compare the loss of a few samples with those of parts; raise if they do not add up.
+
+        Nothing can be verified of a coroutine, nor by one rank alone. With ``mixes_samples`` the
+        user asks for another loss.
+        """
+        step = self.step
+        if step.mixes_samples or ranks.in_use() or inspect.iscoroutinefunction(step.function):
+            return
+        models = [*{id(each): each for each in models if _trains(each)}.values()]
+        if not models:
+            return
+        if step.loss is None or [*step.loss.models] != models:
+            step.loss = StepLoss(step.function, step.place, step.dim, models)
+        whole = self.batch.take((0, self.samples))
+        try:
+            outcome = attempt(partial(step.loss.weights, whole, self.rest))
+        except Undecided as undecided:
+            log.warning("%s: that parts add up is not verified: %s", step.name, undecided)
+        except Refused as refusal:
+            raise CannotRetry(f"{step.name} cannot be split: {refusal}") from None
+        else:
+            self._verified = outcome.value
+            if not outcome.fits:
+                log.warning("%s: memory has no room to verify that parts add up", step.name)
 
     def _refuse_to_split(self, modules: list[nn.Module]) -> None:
         mixing = (m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm))
@@ -324,6 +365,11 @@ class _Run:
     @property
     def _to_remember(self) -> dict[str, int]:
         return {"samples": self.limit.samples}
+
+
+def _trains(module: nn.Module) -> bool:
+    """Return whether a module has parameters that get gradients."""
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _reducing(modules: list[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:

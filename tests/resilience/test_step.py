@@ -426,3 +426,41 @@ say(losses=losses, plain=train(batches, False), memory=told)
     assert said["memory"]
     for held, start in said["memory"]:
         assert abs(held - start) <= 0.01 * start
+
+
+# --- what is verified ---------------------------------------------------------------------------
+
+
+def test_a_mean_over_tokens_is_found(model: nn.Module, batch: Batch) -> None:
+    batch["y"][1:9:2] = -100
+    plain = functional.cross_entropy(model(batch["x"]), batch["y"])
+    plain.backward()
+    expected = gradients(model)
+    model.zero_grad()
+
+    @autofit.resilient.step
+    def step(batch: Batch) -> torch.Tensor:
+        if len(batch["x"]) > 4:
+            short()
+        return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    assert torch.allclose(step(batch), plain.detach(), rtol=1e-12)
+    assert same(gradients(model), expected)
+
+
+def test_a_loss_over_the_whole_batch_is_not_split(model: nn.Module, batch: Batch) -> None:
+    calls: list[int] = []
+
+    @autofit.resilient.step
+    def step(batch: Batch) -> torch.Tensor:
+        calls.append(len(batch["x"]))
+        if len(batch["x"]) > 6:
+            short()
+        scores = model(batch["x"])
+        loss: torch.Tensor = (scores - scores.mean(0)).square().mean()
+        return loss
+
+    with pytest.raises(CannotRetry, match=r"step cannot be split: .*do not add up"):
+        step(batch)
+    assert calls == [12], "what a check counts is put back"
+    assert gradients(model) == []

@@ -40,7 +40,7 @@ from autofit.worker.harness.batch.chunked_root import ChunkedRoot
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.gradient_reads import Marks, marks
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
-from autofit.worker.harness.rescue.moved_state import MovedState, Noted
+from autofit.worker.harness.rescue.state_changes import Noted, StateChanges
 from autofit.worker.harness.torch_state.graph import (
     Edge,
     edges_of,
@@ -156,7 +156,7 @@ class Standby:
         """Parameters and buffers of each root that was called, keyed by the root's ``id``."""
         self._leaves: list[torch.Tensor] = []
         """The distinct parameters among them."""
-        self._moved: dict[int, MovedState] = {}
+        self._changes: dict[int, StateChanges] = {}
         """What calls change in each root, by the root's ``id``."""
         self._too_large: dict[int, int] = {}
         """The smallest size of a call that did not fit, by the root's ``id``."""
@@ -219,14 +219,14 @@ class Standby:
             self._tensors[id(root)] = _tensors(root.module)
             found = {id(t): t for each in self._tensors.values() for t in each if t.is_leaf}
             self._leaves = list(found.values())
-            self._moved[id(root)] = MovedState(root.module)
+            self._changes[id(root)] = StateChanges(root.module)
         return PlainCall(
             root=root,
             forward=forward,
             splits=splits,
             batch=(batch := Batch.of(args, kwargs)),
             size=sum(each.numel() for each in batch.leaves if isinstance(each, torch.Tensor)),
-            state=self._moved[id(root)].note(),
+            state=self._changes[id(root)].note(),
             training=root.module.training,
             start=RandomState.now(elsewhere=self._elsewhere.get(id(root), True)),
             ambient=Ambient.now(),
@@ -240,7 +240,7 @@ class Standby:
     def _follow(self, call: PlainCall, output: Any) -> bool:
         """Note which graph node made each output, and register hooks for their gradients."""
         assert call.batch is not None
-        self._moved[id(call.root)].called(call.state)
+        self._changes[id(call.root)].called(call.state)
         call.versions = self._versions(call.root, call.batch)
         if id(call.root) not in self._elsewhere:
             now = RandomState.now()

@@ -81,13 +81,15 @@ def find_layout(
     checkpointed: LowMemory | None = None,
     in_bf16: LowMemory | None = None,
     doubted: bool = False,
+    dims: Sequence[int] = (0, 1),
 ) -> Layout:
     """Return how calls like this one are split.
 
     Without ``gradients`` (evaluation), only outputs are compared. ``whole_observed``: somebody
     compares the loss of a whole batch, so no whole batch runs here. ``checkpointed`` and
     ``in_bf16`` save memory if the check does not fit otherwise. ``doubted``: the first dimension
-    may be time, so the refusal also gives the reason against the second dimension.
+    may be time, so the refusal also gives the reason against the second dimension. ``dims``: the
+    dimensions of the arguments that may be the batch, in the order in which they are tried.
 
     Raises ``Refused`` with the reason if such calls cannot be split.
     """
@@ -95,7 +97,7 @@ def find_layout(
         refuse_listeners(module)
         refuse_checkpoint_around()
     reasons: list[Refused] = []
-    for dim in (0, 1):
+    for dim in dims:
         batched = batched_arguments(batch, dim)
         if not batched:
             continue

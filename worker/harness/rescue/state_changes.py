@@ -53,7 +53,7 @@ class Noted:
             present.restore()
 
 
-class MovedState:
+class StateChanges:
     """Notes what the calls of one model change."""
 
     def __init__(self, module: nn.Module) -> None:
