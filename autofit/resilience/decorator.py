@@ -199,9 +199,9 @@ class Resilient:
         When memory runs out, the batch is cut along ``dim``. The gradients of the parts add up to
         those of the whole batch.
 
-        ``reduction`` says what the loss is where that cannot be verified: a ``"mean"`` over samples,
-        a ``"sum"``, or a mean over the count that a function of the batch returns, such as its
-        tokens. ``backward`` replaces
+        ``reduction`` says what the loss is where that cannot be verified: a ``"mean"`` over
+        samples, a ``"sum"``, or a mean over the count that a function of the batch returns, such as
+        its tokens. ``backward`` replaces
         ``torch.autograd.backward``, for example by ``accelerator.backward``. ``join`` joins the
         outputs of the parts; without it the rules in ``docs/how-to/split-a-step.md`` apply. With
         ``grow``, twice as many samples are tried after 100 successful steps. ``mixes_samples``

@@ -171,3 +171,7 @@ def test_where_float64_is_slow_a_split_is_verified_in_the_models_own_precision(
     first, *others = seen
     assert first is torch.float64
     assert {*others} == {torch.float32}
+    monkeypatch.undo()
+    seen.clear()
+    assert find_layout(model, model, batch) == quick
+    assert {*seen} == {torch.float32}, "it is not found out again"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -49,19 +50,30 @@ SLOW = 4.0
 as much. Most GPUs compute in float64 at a thirtieth of their speed, or less."""
 
 
+TOO_SLOW = "this device is slow in float64"
+
+
 class CannotRun(Exception):
     """The model cannot run in float64, whatever the batch."""
 
 
+_slow: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""Models that this device computes too slowly in float64, by their ``id``."""
+
+
 @contextmanager
-def soon(forwards: float = 1.0) -> Iterator[None]:
-    """Raise ``CannotRun`` if this context takes longer than ``forwards`` times ``SLOW``."""
+def soon(module: nn.Module, forwards: float = 1.0) -> Iterator[None]:
+    """Raise ``CannotRun`` if this context takes longer than ``forwards`` times ``SLOW``.
+
+    ``in_float64`` refuses ``module`` from then on.
+    """
     begun = time.monotonic()
     yield
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if time.monotonic() - begun > forwards * SLOW:
-        raise CannotRun("this device is slow in float64")
+        _slow[id(module)] = module
+        raise CannotRun(TOO_SLOW)
 
 
 def is_low(value: Any) -> bool:
@@ -91,6 +103,8 @@ def in_float64(module: nn.Module, move: Move = still) -> Iterator[ShiftedWeights
     Afterwards, parameters, buffers and attributes are the same objects with the same values. Raises
     ``CannotRun`` if the model has tensors of another class than torch's own.
     """
+    if _slow.get(id(module)) is module:
+        raise CannotRun(TOO_SLOW)
     if moves_together(module):
         raise CannotRun("the model's weights are spread over the ranks")
     default = torch.get_default_dtype()

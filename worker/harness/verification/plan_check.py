@@ -356,7 +356,7 @@ def _both_in_float64(
     plain = root.proof.plain_result(key)
     if plain is None:
         root.take_back()
-        with autocast_noticed(root), soon(forwards=3.0):
+        with autocast_noticed(root), soon(root.module, forwards=3.0):
             plain = _plain_in_float64(root, samples)
         root.proof.keep_plain_result(key, plain)
     dtypes = [parameter.dtype for parameter in root.module.parameters()]

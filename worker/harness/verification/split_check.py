@@ -258,7 +258,7 @@ class _SplitCheck:
         )
         start = Snapshot(self.module)
         norms, before = weights(self.module), versions(part)
-        with soon() if way.wide else nullcontext(), observer, escapes.witness:
+        with soon(self.module) if way.wide else nullcontext(), observer, escapes.witness:
             output, after = runner.call(part, (0, comparison.size))
         refuse_changed_arguments(part, before, after)
         if weights(self.module) != norms:
