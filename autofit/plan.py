@@ -143,6 +143,12 @@ class Plan:
         levels = plain.levels
         return self if any(each.clashes(level, levels) for each, level in plain) else plain
 
+    def without(self, name: str) -> Self:
+        """Return this plan without a strategy, and without those that clash with the rest then."""
+        plan = self.replace(**{name: AS_IS})
+        lost = [s.name for s, level in plan if s.clashes(level, plan.levels)]
+        return plan.replace(**dict.fromkeys(lost, AS_IS))
+
     @property
     def in_calls(self) -> Self:
         """The levels that change calls of the model: no split, and nothing of optimizers."""

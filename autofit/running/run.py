@@ -431,11 +431,9 @@ class _Attempts:
                     reported.wrote = True
                 case Proven():
                     reported.proven.append(self.evidence.add(event))
-                case Replaced(index=index, reason=reason):
-                    before, reported.plan = reported.plan or plans[0], plans[index]
-                    self.say(
-                        f"{before} cannot be used here: {reason}; continuing under {plans[index]}"
-                    )
+                case Replaced(plan=after, reason=reason):
+                    before, reported.plan = reported.plan or plans[0], after
+                    self.say(f"{before} cannot be used here: {reason}; continuing under {after}")
                     self.log.event("replaced", {"plan": before.levels, "reason": reason} | of)
                 case Raised():
                     reported.raised[number] = event

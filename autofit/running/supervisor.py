@@ -216,11 +216,13 @@ class _Supervisor:
 def _other(
     plan: Plan, blamed: str | None, context: FallbackContext, tried: Sequence[Plan]
 ) -> Plan | None:
-    """Return the fastest measured plan without the level at fault, else the unchanged script.
+    """Return ``plan`` without the level at fault; else another plan, at last the unchanged script.
 
-    If ``blamed`` is ``None``, all levels of ``plan`` are avoided. Returns ``None`` if all of these
-    were tried.
+    Other plans are measured ones, the fastest first. If ``blamed`` is ``None``, all levels of
+    ``plan`` are avoided. Returns ``None`` if all of these were tried.
     """
+    if blamed and (rest := plan.without(blamed)) not in (*tried, Plan()):
+        return rest
     wrong = {blamed: plan[blamed]} if blamed else dict(plan.changes)
     for trial in ranked_sound(context.trials, context.budget):
         found = best_plan(trial)

@@ -421,8 +421,8 @@ class Raised:
 class Replaced:
     """A real run continues under another plan in the same process, from the same step."""
 
-    index: int
-    """Position of the new plan."""
+    plan: Plan
+    """The new plan."""
     reason: str
     """Why the run left the plan before."""
     blamed: str | None = None

@@ -70,8 +70,8 @@ class RealRun(Session):
         super().__init__(meter, known, request.ranks, group)
         self.index = 0
         self.over = False
-        self._plans = request.plans
-        self._peaks = request.peaks or (0,) * len(request.plans)
+        self._plans = [*request.plans]
+        self._peaks = [*(request.peaks or (0,) * len(request.plans))]
         self._left: list[int] = list(range(1, len(request.plans)))
         """Positions of the fallbacks that are left."""
         self._reporter = reporter
@@ -106,7 +106,7 @@ class RealRun(Session):
 
     def plans(self) -> tuple[Plan, ...]:
         """Return the plan of the run, then its fallbacks."""
-        return self._plans
+        return tuple(self._plans)
 
     def optimizer_plan(self) -> Plan:
         """Return the present plan; it applies from the first optimizer on."""
@@ -189,13 +189,15 @@ class RealRun(Session):
     def _falls_back(
         self, reason: str, blamed: str | None, among: Sequence[int] | None = None
     ) -> bool:
-        """Change to the next fallback that does not contain the ``blamed`` strategy's level.
+        """Change to the plan without the ``blamed`` strategy, or to the next that has it not so.
 
         ``among``: the fallbacks to choose from. Returns whether there was one.
         """
         if self._has_peers:  # the other ranks would keep their plan
             return False
         now = self.plan
+        if blamed and among is None:
+            self._add_fallback(now.without(blamed))
         wrong = {blamed: now[blamed]} if blamed else {}
         fits = (
             n
@@ -209,8 +211,16 @@ class RealRun(Session):
             return False
         self._left.remove(found)
         self.index = found
-        self._reporter.send(Replaced(index=found, reason=reason, blamed=blamed))
+        self._reporter.send(Replaced(plan=self._plans[found], reason=reason, blamed=blamed))
         return True
+
+    def _add_fallback(self, plan: Plan) -> None:
+        """Let the run fall back to ``plan`` first, if all its roots are known to hold under it."""
+        roots = [root for root in self.roots if root.alive]
+        if plan.in_calls.neutral or all(root.proof.is_known(plan) for root in roots):
+            self._plans.append(plan)
+            self._peaks.append(0)
+            self._left.insert(0, len(self._plans) - 1)
 
     @property
     def _has_peers(self) -> bool:
