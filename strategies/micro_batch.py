@@ -61,8 +61,6 @@ class MicroBatch(Strategy):
         """BatchNorm's statistics depend on the batch, and one sample cannot be split."""
         if any(root.batch_norm for root in facts.roots):
             return "BatchNorm in training mode: a split batch has other statistics"
-        if facts.autograd_grad:
-            return "the script calls torch.autograd.grad on the model's parameters"
         if facts.called and all(root.batch is None for root in facts.roots):
             return "no tensor argument of the model shows a batch"
         if facts.called and all((root.batch or 1) < 2 for root in facts.roots):

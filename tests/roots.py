@@ -37,7 +37,7 @@ class Bystander:
 
     def __getattr__(self, name: str) -> Any:
         """Return a notice's taker."""
-        return lambda *args: args[-1]() if name == "backward" else None
+        return lambda *args: args[-1]() if name in ("backward", "grad") else None
 
 
 class Rooted:

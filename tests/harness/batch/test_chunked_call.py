@@ -545,11 +545,11 @@ def test_the_scripts_own_autocast(losing: bool, micro_batch: int) -> None:
     torch.testing.assert_close(found[2:], plain[2:], rtol=1e-5, atol=1e-6)  # all in float32
 
 
-def test_gradients_of_gradients_are_refused() -> None:
+def test_gradients_of_the_parameters_gradients_are_refused() -> None:
     model = Scorer().double()
-    x = batch()[0].requires_grad_()
+    loss = [*model.parameters()]
     with running(SPLIT), pytest.raises(Refused, match="create_graph"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        torch.autograd.grad(model(batch()[0]).sum(), loss, create_graph=True)
 
 
 def test_a_hook_on_a_parameter_is_refused() -> None:

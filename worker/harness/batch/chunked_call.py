@@ -33,6 +33,7 @@ from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.frames import free_frames
 
+CREATE_GRAPH = "the script differentiates the gradients of the model's parameters (create_graph)"
 CHANGED = "the model's weights, buffers or mode changed between its forward and its backward"
 
 
@@ -92,8 +93,8 @@ class ChunkedFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         """Accumulate into the parameters' ``.grad``; return the arguments' gradients."""
         if torch.is_grad_enabled():
-            reason = "the script differentiates gradients (create_graph) through the model"
-            raise Refused(reason, "micro_batch")
+            found = ctx.call.differentiable_gradients(cotangents, lambda: ctx.saved_tensors)
+            return (None, None, *found)
         owner = ctx.call.owner
         ctx.call.unit = owner.seams.unit_node is ctx
         gradients = ctx.call.backward(cotangents, lambda: ctx.saved_tensors)
@@ -390,12 +391,15 @@ class ChunkedCall:
                 before.restore()
         return found
 
-    def _forward(self, cut: Cut) -> tuple[list[Any], list[Any]]:
-        """Run the root on the samples of ``cut``; return its flattened arguments and outputs."""
+    def _forward(self, cut: Cut, *, apart: bool = True) -> tuple[list[Any], list[Any]]:
+        """Run the root on the samples of ``cut``; return its flattened arguments and outputs.
+
+        ``apart``: the graph ends at the arguments.
+        """
         if torch.is_grad_enabled():
             torch.clear_autocast_cache()  # casts cached without a graph would detach the weights
         leaves = self.layout.select(self.batch, cut)
-        for index in self.inputs:
+        for index in self.inputs if apart else ():
             leaves[index] = leaves[index].detach().requires_grad_()
         args, kwargs = self.batch.call(leaves)
         outputs, self._spec = flatten(self.forward(*args, **kwargs))
@@ -598,6 +602,73 @@ class ChunkedCall:
         self._hand_over(factor if self._factor is None and not self.unit else None)
         return True
 
+    def differentiable_gradients(
+        self,
+        cotangents: Sequence[torch.Tensor | None],
+        saved: Callable[[], Sequence[torch.Tensor]],
+    ) -> Gradients:
+        """Return the gradients of the arguments, with a graph (``create_graph``).
+
+        The graphs of all chunks exist together, as that of the whole batch does in plain PyTorch.
+        Raises ``Refused`` if the parameters' gradients are to have a graph too.
+        """
+        if self._receivers() != []:
+            raise Refused(CREATE_GRAPH, "micro_batch")
+        incoming = dict(zip(self._tracked, cotangents, strict=True))
+        total: Gradients = [None] * len(self.inputs)
+        self._restore_arguments(saved)
+        arguments = [self.batch.leaves[index] for index in self.inputs]
+        before = self._random_state()
+        try:
+            with inside(self.owner.seams):
+                for cut, state in zip(self._cuts, self._states, strict=True):
+                    outputs = self._again(cut, state if self._drew else None, apart=False)[1]
+                    shares = self._parts.shares(self.batch, incoming, cut)
+                    wanted = [index for index in shares if _needs_gradient(outputs[index])]
+                    if not wanted:
+                        continue
+                    found = torch.autograd.grad(
+                        [outputs[index] for index in wanted],
+                        arguments,
+                        [shares[index] for index in wanted],
+                        create_graph=True,
+                        allow_unused=True,
+                    )
+                    total = [*map(_sum, total, found)]
+        finally:
+            self._drop_arguments()
+            if self._drew:
+                before.restore()
+        return total
+
+    @property
+    def tracked(self) -> int:
+        """The number of outputs that autograd follows."""
+        return len(self._tracked)
+
+    def gradients_of(
+        self,
+        parameters: list[nn.Parameter],
+        cotangents: Sequence[torch.Tensor | None],
+        saved: Callable[[], Sequence[torch.Tensor]],
+    ) -> Gradients:
+        """Return the gradients of some ``parameters``; their ``.grad`` stays as it is.
+
+        ``cotangents`` and ``saved`` as for ``backward``, which may follow.
+        """
+        self.owner.state.take_back()
+        held = [*map(gradient_of, parameters)]
+        self._restore_arguments(saved)
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            self._run_again(dict(zip(self._tracked, cotangents, strict=True)), parameters)
+            return [*map(gradient_of, parameters)]
+        finally:
+            self._drop_arguments()
+            for parameter, gradient in zip(parameters, held, strict=True):
+                parameter.grad = gradient
+
     def _run_again(
         self,
         incoming: dict[int, torch.Tensor | None],
@@ -736,12 +807,18 @@ class ChunkedCall:
         graph, self._graph = self._graph, None
         if graph is not None and graph.cut == cut:
             return graph.leaves, graph.outputs
+        return self._again(cut, state)
+
+    def _again(
+        self, cut: Cut, state: RandomState | None, *, apart: bool = True
+    ) -> tuple[list[Any], list[Any]]:
+        """Repeat the forward of ``cut`` with a graph; ``apart`` as in ``_forward``."""
         if self.owner.state_version() != self._state_version:
             raise Refused(CHANGED, "micro_batch")
         if state is not None:
             state.restore()
         with self._ambient.again(), self._attributes.again():
-            return self._forward(cut)
+            return self._forward(cut, apart=apart)
 
     def _drop_attempt(self, error: BaseException) -> None:
         """Free the graphs of a failed attempt and the frames that refer to them."""
@@ -773,6 +850,10 @@ class UnknownGraph(Exception):
 
 _ABSENT = object()
 """Replaces an argument tensor that autograd has saved."""
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return other if one is None else one if other is None else one + other
 
 
 def _needs_gradient(output: Any) -> bool:

@@ -7,6 +7,7 @@ changed. ``Seams`` applies and removes the patches, and calls ``Handler``.
 
 from __future__ import annotations
 
+import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -45,8 +46,13 @@ class Handler(Protocol):
     def backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass from ``tensors`` that the script started."""
 
-    def grad(self, inputs: Any) -> None:
-        """Note a call of ``torch.autograd.grad`` for ``inputs``."""
+    def grad(
+        self, outputs: Any, inputs: Any, options: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Return what the script's call of ``torch.autograd.grad`` returns.
+
+        ``options``: its other arguments. ``run`` makes the call.
+        """
 
     def backward_to(self, inputs: Any) -> None:
         """Note a backward pass for ``inputs`` only."""
@@ -306,10 +312,12 @@ class Seams:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
             self.knows_optimizers &= bool(self._optimizers)
-            self.handler.grad(inputs)
+            options = dict(zip(_GRAD_OPTIONS, args, strict=False)) | kwargs
             self.enter()  # a block that checkpointing recomputes now is no root
             try:
-                return plain(outputs, inputs, *args, **kwargs)
+                return self.handler.grad(
+                    outputs, inputs, options, lambda: plain(outputs, inputs, *args, **kwargs)
+                )
             finally:
                 self.leave()
 
@@ -386,6 +394,10 @@ def inside(seams: Seams) -> Iterator[None]:
         yield
     finally:
         seams.leave()
+
+
+_GRAD_OPTIONS = tuple(inspect.signature(torch.autograd.grad).parameters)[2:]
+"""The arguments of ``torch.autograd.grad`` after the outputs and inputs."""
 
 
 def _is_partial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -174,6 +174,11 @@ class HarnessRoot:
         return self._chunked
 
     @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced over ranks when a call has added them to ``.grad``."""
+        return isinstance(self.outer, DistributedDataParallel)
+
+    @property
     def accumulates(self) -> bool:
         """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
         return self._chunked is not None

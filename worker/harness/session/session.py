@@ -26,6 +26,7 @@ from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
 from autofit.strategies.weights.while_made import device_capacity
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
+from autofit.worker.harness.batch.own_gradients import gradients_through_chunks
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
@@ -310,16 +311,20 @@ class Session:
         self.runner.enter(OUTSIDE)
         self.step_calls.backward_ended()
 
-    def grad(self, inputs: Any) -> None:
-        """Refuse ``torch.autograd.grad`` for parameters of a split root.
-
-        A chunk's graph is freed once its backward has run, so autograd cannot reach them.
-        """
+    def grad(
+        self, outputs: Any, inputs: Any, options: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run ``torch.autograd.grad``; for parameters of a split root, run its chunks again."""
         self.autograd_grad_called()
         refuse_gradient(inputs)
-        if self._split_roots_of(inputs):
-            strategy = step_in_backward.STRATEGY if self.seams.stepping else "micro_batch"
-            raise Refused(BY_ITSELF, strategy)
+        roots = self._split_roots_of(inputs)
+        if not roots:
+            return run()
+        if self.seams.stepping:
+            raise Refused(BY_ITSELF, step_in_backward.STRATEGY)
+        if any(root.weights_sharded or root.reduces for root in roots):
+            raise Refused(BY_ITSELF, "micro_batch")
+        return gradients_through_chunks(outputs, inputs, options)
 
     def backward_to(self, inputs: Any) -> None:
         """Refuse a split if the script runs backward for some parameters alone."""
