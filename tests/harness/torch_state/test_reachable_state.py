@@ -290,6 +290,18 @@ def test_what_a_hook_keeps(make: Callable[[], Any], everywhere: bool, rooted: Ro
         handle.remove()
 
 
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_what_a_hook_of_a_gradient_keeps(name: str) -> None:
+    net, kept = Net(nothing), Running()
+    weight: Any = net.blocks[0].inner.weight  # type: ignore[union-attr]
+    getattr(weight, name)(lambda tensor: kept.update(tensor.detach()))
+    before = now(net)
+    with preserved(net):
+        net(torch.randn(8, 6)).sum().backward()
+        assert not same(now(net), before)
+    assert same(now(net), before)
+
+
 def test_a_hook_that_goes_with_the_first_call_is_still_there() -> None:
     net = Net(nothing)
     kept: list[int] = []

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from autofit.worker.harness.torch_state.frames import is_library
-from autofit.worker.harness.torch_state.modules import is_sharded
+from autofit.worker.harness.torch_state.modules import hooks_of_script, is_sharded
 from autofit.worker.harness.torch_state.state_kinds import (
     DICT,
     PLAIN,
@@ -510,6 +510,8 @@ class _Walk:
         for key, parameter in content.get("_parameters", ()):
             step = _entry("_parameters", key)
             self._later(parameter, f"parameter {path}{key}", node, step, 1)
+            for hook in () if parameter is None else hooks_of_script(parameter):
+                self._later(hook, _hook_name(f"{path}{key} ", hook), None, _itself, 1)
         for name in _HOOKS:
             for key, hook in content.get(name, ()):
                 self._later(hook, _hook_name(path, hook), node, _entry(name, key), 1)
