@@ -215,7 +215,9 @@ class RealRun(Session):
         return True
 
     def _add_fallback(self, plan: Plan) -> None:
-        """Let the run fall back to ``plan`` first, if all its roots are known to hold under it."""
+        """Let the run fall back to ``plan`` first, if it does something that is known to hold."""
+        if plan.neutral:
+            return
         roots = [root for root in self.roots if root.alive]
         if plan.in_calls.neutral or all(root.proof.is_known(plan) for root in roots):
             self._plans.append(plan)
