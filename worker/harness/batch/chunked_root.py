@@ -236,7 +236,7 @@ class ChunkedRoot:
             self._ignore_updated_buffers(layout)
             call = ChunkedCall(self, update_at_first_call(forward, layout.updates), batch, layout)
             try:
-                output = self._attempt(call, forward, batch)
+                output = self._attempt(call, forward, batch, start)
             except UnknownGraph as unknown:
                 if last:
                     raise Refused(UNKNOWN_GRAPH, "micro_batch") from None
@@ -261,20 +261,25 @@ class ChunkedRoot:
                 return output
         raise AssertionError("the second attempt returns or raises")
 
-    def _attempt(self, call: ChunkedCall, forward: Forward, batch: Batch) -> Any:
-        """Run a call in chunks; in one piece if that fails and other ranks make no second call."""
+    def _attempt(
+        self, call: ChunkedCall, forward: Forward, batch: Batch, start: RandomState | None
+    ) -> Any:
+        """Run a call in chunks; in one piece if that fails and other ranks make no second call.
+
+        ``start``: the state of the generators, if the call draws.
+        """
         if (reduction := self._reduction) is None:
             return call()
 
         def run() -> Any:
-            start = RandomState.now()
             try:
                 return call()
             except UnknownGraph:
                 reason = self._reason_for_whole(Refused(UNKNOWN_GRAPH, "micro_batch"))
             except Refused as refusal:
                 reason = self._reason_for_whole(refusal)
-            start.restore()
+            if start is not None:
+                start.restore()
             return self._whole(reason, forward, *batch.call(batch.leaves))
 
         return reduction.forward(run)

@@ -180,9 +180,10 @@ class Layouts:
         except Refused as refusal:
             kind.refuse((self._plan, shape), refusal)
             raise
-        kind.layout, kind.fresh = layout, True
+        kind.verified_on(batch, layout)
+        kind.fresh = True
         self._keep(kind)
-        return replace(layout, kind=kind)
+        return replace(layout, shown=None, kind=kind)
 
     def forget(self) -> None:
         """Drop all layouts: a call has contradicted one."""
@@ -227,7 +228,7 @@ class Layouts:
         except Refused as refusal:
             # A copy: the traceback of the original refers to the batch.
             return CallKind(key, type(refusal)(str(refusal)))
-        kind = CallKind(key, layout, fresh=True)
+        kind = CallKind(key, replace(layout, shown=None), fresh=True)
         if layout.fits(batch):
             kind.verified_on(batch, layout)
         self._keep(kind)
@@ -245,7 +246,7 @@ class Layouts:
         plain = self.rehearse(batch, layout)
         known = kind.shapes.setdefault(PLAIN, self._recall_shapes(kind.key, PLAIN))
         if plain and known and plain not in known:
-            kind.layout = self._find_again(batch, True)
+            kind.verified_on(batch, self._find_again(batch, True))
         if plain and plain not in known:
             self._add_shape(kind, PLAIN, plain)
         kind.fresh = True
