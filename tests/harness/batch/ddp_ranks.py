@@ -248,6 +248,24 @@ def buffers() -> Left:
     return [*train(model, step), model.module.scale.clone()]
 
 
+def another_graph_on_one_rank() -> Left:
+    """Its forward has a term more from the third step on: that rank runs whole, the other split."""
+    steps = iter(range(10**6))
+
+    class Switched(Scaled):
+        on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x)
+            return scores + torch.tanh(scores) if Switched.on else scores
+
+    def step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        Switched.on = RANK == 1 and next(steps) >= 2
+        return outside(model, x, y)
+
+    return train(DDP(seeded(Switched)), step)
+
+
 def two_calls_one_backward() -> Left:
     def step(model: Any, x: Tensor, y: Tensor) -> Tensor:
         second: Tensor = model(x * 2).square().mean()

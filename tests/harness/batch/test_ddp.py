@@ -28,6 +28,7 @@ QUICK = [
     "adversaries",
     "checkpointed",
     "gradients_zeroed_in_place",
+    "another_graph_on_one_rank",
 ]
 REST = [
     "gradients_in_buckets",
