@@ -1,4 +1,4 @@
-"""Verifies that the loss of a step is that of its parts, before its batch is split. Imports torch.
+"""Verifies that the losses of parts add up to the loss of a step. Imports torch.
 
 The same check decides the splits of ``autofit run`` (``verification.split_check``): a few samples
 run together and in parts, and their losses and gradients are compared.

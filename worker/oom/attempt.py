@@ -6,6 +6,7 @@ traceback would keep alive the tensors that did not fit.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -55,6 +56,7 @@ def attempt(run: Callable[[], T], *, corroborated: Callable[[], bool] | None = N
         if not is_shortage(error, corroborated):
             raise
         free_frames(error)
+        gc.collect()  # what did not fit may hold itself, as a graph with hooks does
         return Outcome(shortage=error)
 
 
@@ -73,6 +75,7 @@ def attempt_model(run: Callable[[], T]) -> Outcome[T]:
         if kind not in (Kind.OOM, Kind.NOT_OOM):
             raise
         free_frames(error)
+        gc.collect()
         return Outcome(shortage=error) if kind is Kind.OOM else Outcome(failure=error)
 
 

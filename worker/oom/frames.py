@@ -18,8 +18,7 @@ def free_frames(error: BaseException) -> None:
 
     ``traceback.clear_frames`` leaves what a frame's function has enclosed. torch calls a module
     that has hooks through such a function, so the module's arguments and their graph would stay.
-    The tracebacks can still be printed. Frames that still run keep their variables. Reference
-    cycles are collected.
+    The tracebacks can still be printed. Frames that still run keep their variables.
     """
     for each in _chain(error):
         trace = each.__traceback__
@@ -27,7 +26,6 @@ def free_frames(error: BaseException) -> None:
         while trace is not None:
             _clear_closures(trace.tb_frame)
             trace = trace.tb_next
-    gc.collect()
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

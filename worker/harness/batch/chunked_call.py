@@ -23,7 +23,7 @@ from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
 from autofit.worker.harness.batch.loss_scale import equal_factors, equal_kind
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.patching.gradient_reads import Marks, gradient_of, marks
-from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.patching.observers import Seams, inside, plain_backward, plain_grad
 from autofit.worker.harness.torch_state.graph import nodes_made
 from autofit.worker.harness.torch_state.host_saved import copy_on_host, saved_on_host
 from autofit.worker.harness.torch_state.module_state import Attributes, FirstCallUpdates
@@ -627,7 +627,7 @@ class ChunkedCall:
                     wanted = [index for index in shares if _needs_gradient(outputs[index])]
                     if not wanted:
                         continue
-                    found = torch.autograd.grad(
+                    found = plain_grad(
                         [outputs[index] for index in wanted],
                         arguments,
                         [shares[index] for index in wanted],

@@ -15,10 +15,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 from autofit.exceptions import Refused
 from autofit.worker.harness.batch.chunked_call import CREATE_GRAPH, ChunkedCall
+from autofit.worker.harness.patching.observers import plain_grad
 from autofit.worker.harness.torch_state.graph import edges_of, walk
 
-plain_grad = torch.autograd.grad
-"""torch's own function, which a session does not see."""
 VECTORIZED = "the script asks for several gradients at once (is_grads_batched)"
 
 

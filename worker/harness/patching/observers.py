@@ -30,8 +30,8 @@ from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.patching.weight_views import WeightViews
 from autofit.worker.harness.torch_state.modules import transformed
 
-plain_backward = torch.autograd.backward
-"""torch's own backward, for work inside a root that the handler must not see."""
+plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
+"""torch's own functions, for work inside a root that the handler must not see."""
 
 
 class Handler(Protocol):

@@ -27,7 +27,7 @@ from autofit.strategies.base import Deferred, Forward
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
 from autofit.worker.harness.batch.outputs import Gradients, Parts
-from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.patching.observers import Seams, inside, plain_backward, plain_grad
 from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.lockstep import (
@@ -48,8 +48,6 @@ from autofit.worker.harness.verification.split_check import batched_arguments
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
-plain_grad = torch.autograd.grad
-"""torch's own function, which a session does not see."""
 
 
 class Owner(Protocol):

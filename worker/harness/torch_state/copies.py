@@ -1,4 +1,4 @@
-"""Copies a model whose weights are sharded, so that a check has them in one piece."""
+"""Copies a model that keeps sharded weights; the copy has whole weights, for a check."""
 
 from __future__ import annotations
 

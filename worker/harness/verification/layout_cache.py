@@ -2,8 +2,8 @@
 
 ``call_signature`` defines the kind of a call. A later batch of the same kind can show what the
 first batch did not: padding, samples that do not count, another class. The *traits* of a batch
-detect this, and the split is verified on that batch too. The autograd graph detects other changes:
-a loss term that the script switches on adds nodes. A graph with a new shape is verified as well.
+detect this. The autograd graph detects other changes: a loss term that the script switches on adds
+nodes. A batch with new traits, or a graph with a new shape, is verified too; a real run refuses it.
 Most calls need no walk over their graph, because autograd counts the nodes that it makes.
 """
 
@@ -66,7 +66,7 @@ class CallKind:
     """The layout was verified on the call that runs next, so its graph shape is verified too."""
 
     def verified_on(self, batch: Batch, layout: Layout) -> None:
-        """Note that ``layout`` holds for ``batch``, and for what it was shown."""
+        """Note that ``layout`` holds for batches like ``batch``, and like those of its check."""
         for shown in (batch, layout.shown):
             if shown is not None:
                 traits, ranges = _traits(shown, layout)
@@ -81,7 +81,7 @@ class CallKind:
         self.refused[cause] = type(refusal)(str(refusal))
 
     def raise_again(self, cause: object) -> None:
-        """Raise the refusal that ``cause`` has met before, if it has met one."""
+        """Raise again what ``refuse`` has kept for ``cause``, if it has kept anything."""
         if (refusal := self.refused.get(cause)) is not None:
             raise type(refusal)(str(refusal))
 

@@ -2,7 +2,7 @@
 
 If all sequences have equal lengths, a sample's share equals its tokens' share, but only one of them
 is right for the next batch. So this module watches what the model's own cross-entropy divides by.
-Where a loss is written by hand, a batch with a new trait (``layout_cache``) is verified again.
+Where a loss is written by hand, a check also runs samples that ``varied`` has changed.
 """
 
 from __future__ import annotations

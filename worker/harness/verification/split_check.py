@@ -293,11 +293,11 @@ class _SplitCheck:
     ) -> tuple[list[Whole], Batch | None]:
         """Narrow the rules at other weights and samples.
 
-        Returns what the samples gave there, and the samples if they were varied. Samples that the
-        training may never have must not count against a split, so where they differ they are only
-        rolled. Then a difference counts unless the last bits of the weights make as much, as
-        attention over two words can in many layers. The point does not count if the model cannot
-        run there, on a singular matrix for example.
+        Returns the results, and the samples if ``varied`` made them. The training may never have
+        such samples, so they cannot refute a split. If they differ, ``rolled`` ones are compared.
+        There a difference counts, unless the last bits of the weights make as much, as attention
+        over two words can in many layers. The point does not count if the model cannot run there,
+        on a singular matrix for example.
         """
         runner, part, possible = comparison.runner, comparison.part, comparison.possible
         runner.weights.move = far
