@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from autofit.resilience.records import Hook, Retry, Setting
 from autofit.resilience.remembered import Memory
 from autofit.resilience.side_effects import OptimizerSteps
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.oom import survived
 from autofit.worker.oom.classifier import Diagnosis, Kind
 from autofit.worker.oom.frames import free_frames
@@ -79,6 +80,8 @@ class Call:
         self._gradients = OuterGradients(protected.function, arguments)
         self._checkpoint = self._make_checkpoint()
         self._failure: tuple[Exception, Diagnosis] | None = None
+        self._shortage: tuple[Exception, str] | None = None
+        """The last error of memory, whose frames are cleared, and the setting that it came from."""
         self._begin()
 
     def _remembered(self) -> Mapping[str, int | str] | None:
@@ -153,6 +156,10 @@ class Call:
         seconds = time.perf_counter() - self._started
         if error is not None:
             free_frames(error)
+            if found.kind is Kind.OOM:
+                self._shortage = error, self.setting.label
+            if not self._clean_up(error):
+                raise error
         ended = () if self.ranks is None else self._leave_group(self.ranks, error)
         # Synchronizes with the device, so a stuck collective must be aborted first.
         out_of_memory.free_memory()
@@ -232,6 +239,26 @@ class Call:
             )
         return ""
 
+    @contextmanager
+    def cleaned_up(self) -> Iterator[None]:
+        """Remove the attempt's plan after the context, unless ``retry`` will."""
+        try:
+            yield
+        except BaseException as error:
+            self._clean_up(error)
+            raise
+        if self._failure is None:
+            self.protected.fallback.clean_up(self.setting)
+
+    def _clean_up(self, error: BaseException) -> bool:
+        """Remove the attempt's plan after ``error``; return whether memory sufficed for that."""
+        try:
+            self.protected.fallback.clean_up(self.setting)
+        except NotTakenBack:
+            error.add_note("autofit: memory ran out again while the plan was taken back")
+            return False
+        return True
+
     def _next_setting(self, error: Exception) -> Setting:
         setting = self.protected.fallback.leaner(self.setting)
         if setting is not None and self.attempt < self.protected.attempts:
@@ -239,9 +266,8 @@ class Call:
         why = "nothing leaner is left"
         if setting is not None:
             why = f"{self.attempt} attempts are the limit"
-        error.add_note(
-            f"autofit: {self.protected.name} ran out of memory at {self.setting.label}; {why}"
-        )
+        error, label = self._shortage or (error, self.setting.label)  # a refusal is not the cause
+        error.add_note(f"autofit: {self.protected.name} ran out of memory at {label}; {why}")
         raise error
 
     def _record(self, tried: Setting, found: Diagnosis, seconds: float) -> Retry:
@@ -269,11 +295,10 @@ class Call:
 def line(record: Retry) -> str:
     """Return the log message for a retry."""
     warning = f"; {record.warning}" if record.warning else ""
-    what = f"{record.message}:" if record.refused else "out of memory at"
-    return (
-        f"{record.function}: {what} {record.tried} (attempt {record.attempt});"
-        f" tries {record.next}{warning}"
-    )
+    tried = f"{record.tried} (attempt {record.attempt})"
+    what = f"{tried} cannot be used: {record.message}"
+    happened = what if record.refused else f"out of memory at {tried}"
+    return f"{record.function}: {happened}; tries {record.next}{warning}"
 
 
 # --- wrappers ---------------------------------------------------------------------------------
@@ -286,18 +311,17 @@ def run(protected: ProtectedFunction, arguments: Arguments) -> Any:
         return protected.function(*args, **kwargs)
     call = Call(protected, arguments)
     while True:
-        try:
-            with call.steps, call.watched():
-                result = _attempt(protected.function, *call.arguments)
-        except Exception as error:
-            if not call.can_retry(error):
-                raise
-        else:
-            if call.succeeded():
-                return result
-            del result
-        finally:
-            protected.fallback.clean_up(call.setting)
+        with call.cleaned_up():
+            try:
+                with call.steps, call.watched():
+                    result = _attempt(protected.function, *call.arguments)
+            except Exception as error:
+                if not call.can_retry(error):
+                    raise
+            else:
+                if call.succeeded():
+                    return result
+                del result
         call.retry()
 
 
@@ -308,18 +332,17 @@ async def run_async(protected: ProtectedFunction, arguments: Arguments) -> Any:
         return await protected.function(*args, **kwargs)
     call = Call(protected, arguments)
     while True:
-        try:
-            with call.steps, call.watched():
-                result = await _attempt_async(protected.function, *call.arguments)
-        except Exception as error:
-            if not call.can_retry(error):
-                raise
-        else:
-            if call.succeeded():
-                return result
-            del result
-        finally:
-            protected.fallback.clean_up(call.setting)
+        with call.cleaned_up():
+            try:
+                with call.steps, call.watched():
+                    result = await _attempt_async(protected.function, *call.arguments)
+            except Exception as error:
+                if not call.can_retry(error):
+                    raise
+            else:
+                if call.succeeded():
+                    return result
+                del result
         call.retry()
 
 

@@ -92,7 +92,7 @@ class Resilient:
         self,
         *,
         plan: Plan | Mapping[str, str] | None = None,
-        allow: str = "rounding",
+        allow: str = "redraw",
         effective_batch: int | None = None,
         storage: str | None = None,
         attempts: int = ATTEMPTS,
@@ -121,7 +121,7 @@ class Resilient:
         smallest: int = 1,
         reduce: Reduce | None = None,
         plan: Plan | Mapping[str, str] | None = None,
-        allow: str = "rounding",
+        allow: str = "redraw",
         effective_batch: int | None = None,
         storage: str | None = None,
         attempts: int = ATTEMPTS,
@@ -136,9 +136,10 @@ class Resilient:
         the number of batches that keeps the effective batch.
 
         *Plan*: attempts start with ``plan`` (levels by technique), or with the best stored plan of
-        the running script, and continue with plans that need less memory. No level above ``allow``
-        is tried. ``effective_batch`` is the samples in an optimizer step, for loops that cut their
-        own batches.
+        the running script, and continue with plans that need less memory. They lower no precision,
+        unless ``allow`` is ``"rounding"``; with ``"exact"``, dropout draws the same masks too.
+        ``effective_batch`` is the samples in an optimizer step, for loops that cut their own
+        batches.
 
         *Both*: ``storage`` is where results are kept, by default ``$AUTOFIT_STORAGE``. ``attempts``
         limits the attempts of one call. ``on_retry`` are hooks that receive each retry.

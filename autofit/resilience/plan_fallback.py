@@ -32,7 +32,7 @@ class Plans(Fallback):
     """Starts with the given plan, or the best stored plan of the running script; then leaner ones.
 
     ``given``: the first plan. ``storage``: where to look for a stored plan. ``allow``: the highest
-    fidelity of any level. ``effective_batch``: samples in an optimizer step.
+    fidelity of a level that is added. ``effective_batch``: samples in an optimizer step.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Plans(Fallback):
         given: Plan | None = None,
         *,
         storage: str | None = None,
-        allow: Fidelity = Fidelity.ROUNDING,
+        allow: Fidelity = Fidelity.REDRAW,
         effective_batch: int | None = None,
     ) -> None:
         self._given = given

@@ -20,6 +20,7 @@ from autofit.strategies.base import Forward
 STATISTICS_CHANGED = (
     "a block ran in evaluation, and its batch statistics changed before its backward"
 )
+BEGAN_TO_CHANGE = "a block has begun to change its buffer {}, which it did not in its first call"
 
 
 @contextlib.contextmanager
@@ -52,6 +53,7 @@ Modes = list[tuple[nn.Module, bool]]
 def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
     """Return a wrapper that checkpoints the calls of ``block`` that need gradients."""
     reference = weakref.ref(block)
+    written = _Written()
 
     def wrapped(forward: Forward) -> Forward:
         batches = 0  # counted by the norms
@@ -65,7 +67,8 @@ def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
             batches += any(mode and isinstance(each, _NormBase) for each, mode in modes)
             if not graded:
                 return forward(*args, **kwargs)
-            return plainly(_as_at_first(forward, held, modes, lambda: batches), *args, **kwargs)
+            again = _as_at_first(forward, held, modes, lambda: batches, written)
+            return plainly(again, *args, **kwargs)
 
         return call
 
@@ -73,16 +76,22 @@ def wrapper(block: nn.Module) -> Callable[[Forward], Forward]:
 
 
 def _as_at_first(
-    forward: Forward, block: nn.Module, modes: Modes, batches: Callable[[], int]
+    forward: Forward,
+    block: nn.Module,
+    modes: Modes,
+    batches: Callable[[], int],
+    written: _Written,
 ) -> Forward:
     """Return ``forward``, whose second run repeats the first one.
 
-    The second run uses the same ``modes`` and the same contents of lists. Only the first run
-    updates batch statistics; outputs of norms in training do not depend on them. ``batches``
-    returns how many batches the norms have counted. If a norm ran in evaluation and its statistics
-    have changed since, the second run raises ``Refused``.
+    The second run uses the same ``modes``, the same contents of lists, and the same values of the
+    buffers that the block changes. Only the first run changes them. ``written`` says which they
+    are. Batch statistics are no such buffers: outputs of norms in training do not depend on them.
+    ``batches`` returns how many batches the norms have counted. If a norm ran in evaluation and its
+    statistics have changed since, the second run raises ``Refused``.
     """
     lists: dict[int | str, Any] = {}
+    values: Values = []
     evaluates = any(isinstance(each, _NormBase) and not mode for each, mode in modes)
     counted, ran = batches(), False
 
@@ -92,13 +101,14 @@ def _as_at_first(
             ran = True
             given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
             lists.update({at: copy(each) for at, each in given if type(each) in (list, dict)})
-            return forward(*args, **kwargs)
+            with written.noticed(block, values):
+                return forward(*args, **kwargs)
         if evaluates and batches() > counted:
             raise Refused(STATISTICS_CHANGED, "checkpointing")
         # Use the tensors of this call: they may have been offloaded and restored.
         again = [copy(lists[at]) if at in lists else each for at, each in enumerate(args)]
         named = {at: copy(lists[at]) if at in lists else each for at, each in kwargs.items()}
-        with _in_modes(modes), _statistics_on_copies(block):
+        with _in_modes(modes), _statistics_on_copies(block), _in_place_of_buffers(values):
             return forward(*again, **named)
 
     return call
@@ -130,6 +140,66 @@ def _statistics_on_copies(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, buffers in zip(norms, before, strict=True):
             norm._buffers.update(buffers)
+
+
+Buffers = dict[str, torch.Tensor | None]
+"""The buffers of a module, by name."""
+Values = list[tuple[Buffers, str, torch.Tensor]]
+"""Buffers, and the value that each had before a block's first run."""
+
+
+class _Written:
+    """Finds the buffers that a block changes in its forward, but for batch statistics.
+
+    The first call copies all buffers of the block, later calls copy those that it had changed.
+    """
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] | None = None
+        """The names of the buffers to copy; ``None`` before the first call."""
+
+    @contextlib.contextmanager
+    def noticed(self, block: nn.Module, values: Values) -> Iterator[None]:
+        """Add the buffers that the context changes to ``values``.
+
+        Raises ``Refused`` if there is one that the first call did not change.
+        """
+        owners = [each for each in block.modules() if not isinstance(each, _NormBase)]
+        found = [(o._buffers, n, b) for o in owners for n, b in o._buffers.items() if b is not None]
+        first, copied = self._names is None, self._names or frozenset[str]()
+        before = [
+            (
+                held,
+                name,
+                buffer,
+                buffer._version,
+                buffer.clone() if first or name in copied else None,
+            )
+            for held, name, buffer in found
+        ]
+        yield
+        changed = set(copied)
+        for held, name, buffer, version, value in before:
+            if held.get(name) is buffer and buffer._version == version:
+                continue
+            if value is None:
+                raise Refused(BEGAN_TO_CHANGE.format(name), "checkpointing")
+            values.append((held, name, value))
+            changed.add(name)
+        self._names = frozenset(changed)
+
+
+@contextlib.contextmanager
+def _in_place_of_buffers(values: Values) -> Iterator[None]:
+    """Let buffers have other values in the context, and none of what it does to them is left."""
+    before = [(held, name, held[name]) for held, name, _ in values]
+    for held, name, value in values:
+        held[name] = value.clone()
+    try:
+        yield
+    finally:
+        for held, name, buffer in before:
+            held[name] = buffer
 
 
 class Switched:

@@ -59,6 +59,9 @@ class Memory:
         try:
             with _without_cached_casts():
                 yield
+        except BaseException:
+            _end_capture_of_draws()
+            raise
         finally:
             self.recording = False
 
@@ -293,6 +296,16 @@ def _settings() -> object:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _end_capture_of_draws() -> None:
+    """Let the device's generator draw again after a recording that failed.
+
+    Until torch does so itself (pytorch issue 171263), its state stays in the recording, and each
+    later draw raises. A copy of the state is in none.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextmanager

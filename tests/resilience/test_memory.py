@@ -199,3 +199,39 @@ say(start=start, memory=memory)
         mib=200,
     )
     assert said["memory"] == pytest.approx([said["start"]], rel=NEAR)
+
+
+@pytest.mark.parametrize("allow", ["redraw", "rounding"])
+def test_when_nothing_leaner_is_left_the_allocators_own_error_remains(
+    capped: Capped, allow: str
+) -> None:
+    """No retry lowers precision by itself."""
+    said = capped(
+        f"""
+        import logging, traceback
+        import autofit
+        lines = []
+        logging.getLogger("autofit.resilient").addFilter(lambda r: lines.append(r.getMessage()))
+
+        @autofit.resilient(allow="{allow}", storage="sqlite://", remember=False)
+        def train(plan):
+            model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 10))
+            model, optimizer = plan.apply(model, torch.optim.AdamW(model.parameters()))
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(8, 1024)).square().mean().backward()
+                optimizer.step()
+
+        try:
+            train()
+        except RuntimeError as error:
+            say(told="".join(traceback.format_exception(error)), lines=lines)
+        """,
+        mib=13,
+    )
+    lowered = any("8-bit" in line for line in said["lines"])
+    assert lowered is (allow == "rounding")
+    assert "can't allocate memory" in said["told"]
+    assert said["told"].count("Traceback") == 1
+    assert "nothing leaner is left" in said["told"].splitlines()[-1]
+    assert all(line.startswith("__main__.train: ") for line in said["lines"])

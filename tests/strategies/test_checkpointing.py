@@ -427,3 +427,61 @@ def test_each_further_block_frees_as_much_but_the_last() -> None:
     assert freed[0] > 0.1 * ordered[0], peaks
     assert freed[:-1] == pytest.approx([freed[0]] * 5, rel=0.05), peaks
     assert abs(freed[-1]) < 0.05 * freed[0], peaks
+
+
+class Counts(nn.Module):
+    """Counts its calls, and normalizes its weight by a power iteration that goes on each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.count = nn.Buffer(torch.zeros(()))
+        self.seen = nn.Buffer(torch.zeros(16))
+        self.moves = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.moves:
+            with torch.no_grad():
+                self.count += 1
+                self.seen = self.seen + x.mean((0, 1))
+        after: torch.Tensor = x + torch.tanh(self.layer(x)) * (1 + self.count + self.seen)
+        return after
+
+
+def counting(rooted: Rooted, level: str) -> tuple[nn.Module, HarnessRoot]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Counts() for _ in range(3)))
+    root = rooted(model)
+    root.apply(Plan.of({} if level == "as_is" else {"checkpointing": level}))
+    return model, root
+
+
+@quick
+@pytest.mark.parametrize("level", ["2", "all"])
+def test_buffers_of_a_block_change_once(level: str, rooted: Rooted) -> None:
+    """A second run would count again, and go on with the power iteration."""
+
+    def trained(level: str) -> list[torch.Tensor]:
+        model, root = counting(rooted, level)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(step))
+            root.forward(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*model.state_dict().values()]
+
+    for found, plain in zip(trained(level), trained("as_is"), strict=True):
+        assert torch.equal(found, plain)
+
+
+@quick
+def test_a_buffer_that_begins_to_change_later_is_refused(rooted: Rooted) -> None:
+    model, root = counting(rooted, "all")
+    for block in model:
+        block.moves = False
+    root.forward(torch.randn(2, 5, 16)).mean().backward()
+    for block in model:
+        block.moves = True
+    with pytest.raises(Refused, match="begun to change its buffer"):
+        root.forward(torch.randn(2, 5, 16))

@@ -110,7 +110,8 @@ class RaySession:
                 self._start()
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError | RuntimeError | ValueError | ray.exceptions.RayError):
+            of_ray = OSError | RuntimeError | ValueError | ray.exceptions.RayError
+            if isinstance(error, of_ray) or type(error) is Exception:  # a node that starts late
                 where = f"at {self._address}" if self._address else "on this machine"
                 reason = str(error).strip().partition("\n")[0]
                 raise WorkerError(f"Ray {where} cannot be used: {reason}") from error

@@ -27,6 +27,8 @@ Happening = tuple[int, LaunchEvent | WorkerError]
 _READY = 60.0
 """Seconds within which Ray has to find the GPUs of every slot."""
 
+ENDED = "Ray has ended on this machine. Finished trials are stored: run the same command to go on"
+
 
 class Pool:
     """Runs launches on ``slots`` slots of this machine; a context manager.
@@ -174,13 +176,17 @@ class Pool:
     def events(self, timeout: float | None = None) -> list[Happening]:
         """Return new events, in order for each slot; an empty list if no launch runs.
 
-        Waits up to ``timeout`` seconds (forever if ``None``) for the first event.
+        Waits up to ``timeout`` seconds (forever if ``None``) for the first event. Raises
+        ``WorkerError`` if there was none and Ray has ended: no actor would start again.
         """
         import ray
 
         if not self._streams:
             return []
         ready, _ = ray.wait([*self._streams, *self._coming], num_returns=1, timeout=timeout)
+        nodes: Any = ray.nodes  # it has no types
+        if not ready and self._ray.ours and not any(each["Alive"] for each in nodes()):
+            raise WorkerError(ENDED)
         more, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0)
         ready = [each for each in ready if each in self._streams]
         return [self._next(stream) for stream in dict.fromkeys([*ready, *more])]

@@ -343,3 +343,41 @@ def test_nothing_is_left_of_a_driver_that_goes(how: int, harness: Path, tmp_path
     noise = [line for line in stderr.splitlines() if line and not line.startswith((" ", "Trace"))]
     assert noise == ([] if how == signal.SIGKILL else ["KeyboardInterrupt"])
     assert SESSION not in os.environ
+
+
+WITHOUT_RAYLET = """
+import time
+import psutil
+from autofit.exceptions import WorkerError
+from autofit.plan import Plan
+from autofit.worker.cluster.pool import Pool
+from autofit.worker.records.trials import LaunchRequest, Script
+
+script = Script(target="sleeps.py", args=(), cwd=".")
+request = LaunchRequest(
+    script=script, plans=(Plan(),), device="cpu", budget=1 << 30, timeout=300.0
+)
+with Pool() as pool:
+    pool.submit(0, request)
+    pool.events(timeout=4)  # the script prints nothing: by then its actor is there
+    (raylet,) = (p for p in psutil.Process().children(recursive=True) if p.name() == "raylet")
+    raylet.kill()
+    deadline = time.monotonic() + 80
+    try:
+        while time.monotonic() < deadline:
+            for slot, event in pool.events(timeout=5):
+                if isinstance(event, WorkerError):
+                    pool.submit(0, request)
+    except WorkerError as error:
+        print("TOLD", error)
+"""
+
+
+@pytest.mark.full
+def test_a_ray_that_has_ended_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(300)\n")
+    (tmp_path / "driver.py").write_text(WITHOUT_RAYLET)
+    done = subprocess.run(
+        [sys.executable, "driver.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert "TOLD Ray has ended on this machine" in done.stdout, done.stdout + done.stderr

@@ -9,6 +9,7 @@ and NumPy's generators start from the same state each time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,20 +43,18 @@ class FixedDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        rates = {
-            argument.name: index
-            for index, argument in enumerate(func._schema.arguments)
-            if argument.name in RATES and argument.type.kind() == "FloatType"
-        }
+        rates, draws = _draws_of(func)
+        if not draws:
+            return func(*args, **kwargs)
         for rate, index in rates.items():
             self.drew |= bool(args[index] if index < len(args) else kwargs.get(rate))
             if index < len(args):
                 args = (*args[:index], 0.0, *args[index + 1 :])
             elif rate in kwargs:
                 kwargs = kwargs | {rate: 0.0}
-        if torch.Tag.nondeterministic_seeded not in func.tags or rates:
+        if rates:
             return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
         fixed, self.drew = _FIXED.get(name), True
         if fixed is None:
             self.unknown.add(name)
@@ -75,6 +74,17 @@ class FixedDraws(TorchDispatchMode):
         samples = torch.arange(first, stop, device=like.device, dtype=torch.float64)
         each = ((samples + 1) * 0.6180339887498949 % 1).view(-1, *[1] * (like.ndim - 1))
         return each.expand(like.shape)
+
+
+@functools.cache
+def _draws_of(func: Any) -> tuple[dict[str, int], bool]:
+    """Return the positions of an operator's dropout rates, and whether it draws."""
+    rates = {
+        argument.name: index
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.name in RATES and argument.type.kind() == "FloatType"
+    }
+    return rates, bool(rates) or torch.Tag.nondeterministic_seeded in func.tags
 
 
 Fix = Callable[[FixedDraws, Any, Any, dict[str, Any]], Any]

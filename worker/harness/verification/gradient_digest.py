@@ -135,16 +135,18 @@ def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
     least a tenth of the mean norm: some gradients are zero up to rounding, such as that of the bias
     of attention keys.
     """
-    norms = torch.stack([vector.norm() for vector in expected])
-    floor = max(float(norms.mean()) * 0.1, torch.finfo(torch.float64).tiny)
-    relative = []
-    for parts, whole in zip(zip(*found, strict=True), expected, strict=True):
-        shape = max(vector.numel() for vector in (*parts, whole))
-        total = sum(part.expand(shape) for part in parts)
-        scale = max(*(float(vector.norm()) for vector in (*parts, whole)), floor)
-        distance = float((total - whole.expand(shape)).norm()) / scale
-        relative.append(distance if distance == distance else float("inf"))
-    return relative
+    norms = [_norms(each) for each in (*found, expected)]
+    floor = max(sum(norms[-1]) / len(norms[-1]) * 0.1, torch.finfo(torch.float64).tiny)
+    apart = _norms([sum(parts) - w for *parts, w in zip(*found, expected, strict=True)])
+    scales = [max(*each, floor) for each in zip(*norms, strict=True)]
+    relative = [distance / scale for distance, scale in zip(apart, scales, strict=True)]
+    return [each if each == each else float("inf") for each in relative]
+
+
+def _norms(vectors: Sequence[torch.Tensor]) -> list[float]:
+    """Return the norm of each vector; the device is waited for once."""
+    norms: list[float] = torch.stack(torch._foreach_norm(list(vectors))).tolist() if vectors else []
+    return norms
 
 
 def coefficients(
@@ -172,7 +174,7 @@ def coefficients(
 
 def length(gradients: Digest) -> float:
     """Return the norm of a digest, of all its parameters together."""
-    return math.hypot(*(float(each.norm()) for each in gradients))
+    return math.hypot(*_norms(gradients))
 
 
 def _in_one(found: Digest, like: Digest) -> torch.Tensor:
@@ -183,11 +185,10 @@ def _in_one(found: Digest, like: Digest) -> torch.Tensor:
 
 def mean_difference(found: Digest, expected: Digest) -> float:
     """Return the relative difference of all gradients together; ``inf`` for NaN."""
-    square = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
-    norm = sum(float(b.square().sum()) for b in expected)
+    apart, norm = length([a - b for a, b in zip(found, expected, strict=True)]), length(expected)
     if norm == 0.0:
-        return 0.0 if square == 0.0 else float("inf")
-    relative = (square / norm) ** 0.5
+        return 0.0 if apart == 0.0 else float("inf")
+    relative = apart / norm
     return relative if relative == relative else float("inf")
 
 
@@ -198,7 +199,7 @@ def largest_factor(found: Digest, expected: Digest) -> float:
     such a gradient is zero or a norm is not finite. Digests of few entries do not count: if
     rounding decides their direction, it decides their norm as well.
     """
-    norms = [(float(a.norm()), float(b.norm())) for a, b in zip(found, expected, strict=True)]
+    norms = [*zip(_norms(found), _norms(expected), strict=True)]
     together = math.hypot(*(mine for mine, _ in norms)), math.hypot(*(other for _, other in norms))
     if not all(map(math.isfinite, together)):
         return math.inf

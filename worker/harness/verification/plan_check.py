@@ -285,27 +285,33 @@ def _is_equal_in_float64(
 ) -> bool:
     """Apply ``plan``, and return whether float64 could decide that it changes nothing.
 
-    If one of its kernels has no float64, the levels without rounding are compared alone. Raises
-    ``Refused`` if there is a difference.
+    If one of its kernels has no float64, or if it rounds and differs by no more than rounding, the
+    levels without rounding are compared alone. Raises ``Refused`` if there is a difference.
     """
     exact = Plan.of({s.name: v for s, v in plan if s.fidelity(v, facts) < Fidelity.ROUNDING})
     for some in dict.fromkeys((plan, exact)):
         if some.in_calls.neutral or (both := _in_float64(root, some, batch, call)) is None:
             continue
         under, plain, unsteady = both
-        _compare_in_float64(root, some, under, plain, unsteady)
-        return some == plan
+        allowed = TOLERANCES.double if some == exact else TOLERANCES.double_rounding
+        if _difference_in_float64(root, some, under, plain, unsteady, allowed) <= TOLERANCES.double:
+            return some == plan
     return False
 
 
-def _compare_in_float64(
+def _difference_in_float64(
     root: CheckedRoot,
     plan: Plan,
     under: Effects,
     plain: Effects,
     unsteady: Callable[[], frozenset[str]],
-) -> None:
-    """Raise ``Refused`` unless the effects are equal; ``unsteady`` returns state that never is."""
+    allowed: float,
+) -> float:
+    """Return the relative difference; raise ``Refused`` if it is more than ``allowed``.
+
+    State must be equal in any case, but for what ``unsteady`` returns: that is equal in no two
+    runs.
+    """
     root.proof.found_difference(mean_difference(under.gradients, plain.gradients))
     blamed = _blamed(plan)
     state = _state_differences(under, plain, TOLERANCES.double)
@@ -315,15 +321,17 @@ def _compare_in_float64(
     _refuse_state(state, blamed)
     if len(under.outputs) != len(plain.outputs):
         raise Refused("the model returns other outputs under the plan", blamed)
+    largest = 0.0
     for what, found, expected in (
         ("gradients", under.gradients, plain.gradients),
         ("outputs", under.outputs, plain.outputs),
     ):
         error = max(differences([found], expected), default=0.0) if expected else 0.0
-        if error > TOLERANCES.double:
-            allowed = TOLERANCES.double
+        if error > allowed:
             told = _difference_text(f"by {error:.1e}, {allowed:.1e} allowed", what)
             raise Refused(told, blamed)
+        largest = max(largest, error)
+    return largest
 
 
 def _in_float64(

@@ -220,13 +220,13 @@ class ShiftedWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
         if func == _DTYPE:
             dtype = func(*args)
             return self._wider.get(dtype, dtype) if self.covers(args[0]) else dtype
-        if name in _AS_HELD and func not in _VIEWS:
+        reads, writes = _use_of(func)
+        if reads:
             return func(*args, **kwargs)
-        if _in_place(name) and args and self._holds(args[0]):
+        if writes and args and self._holds(args[0]):
             raise Refused(SETS_WEIGHTS)
         return func(*changed(args, self.replaced), **changed(kwargs, self.replaced))
 
@@ -269,8 +269,12 @@ _AS_HELD = frozenset(_HELD.split())
 _SETTING = frozenset(["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"])
 
 
-def _in_place(name: str) -> bool:
-    return name in _SETTING or (name.endswith("_") and not name.endswith("__"))
+@functools.lru_cache(maxsize=1 << 12)
+def _use_of(func: Any) -> tuple[bool, bool]:
+    """Return whether a function only reads what is no entry, and whether it writes in place."""
+    name = getattr(func, "__name__", "")
+    in_place = name in _SETTING or (name.endswith("_") and not name.endswith("__"))
+    return name in _AS_HELD and func not in _VIEWS, in_place
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
@@ -290,13 +294,19 @@ def _zeros(parameters: list[nn.Parameter]) -> set[int]:
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return arguments with ``change`` applied to each value, also in lists.
 
-    It is faster than torch's pytree.
+    ``change`` is not called for numbers and strings. It is faster than torch's pytree.
     """
-    if type(value) in (list, tuple):
-        return type(value)(changed(each, change) for each in value)
-    if type(value) is dict:
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return value
+    if kind is tuple or kind is list:
+        return kind([changed(each, change) for each in value])
+    if kind is dict:
         return {name: changed(each, change) for name, each in value.items()}
     return change(value)
+
+
+_CONSTANTS = frozenset([int, float, bool, str, type(None)])
 
 
 @contextmanager
