@@ -40,9 +40,15 @@ class MemoryFormat(Strategy):
         return level.replace("_", " ")
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
-        """Exact in float32. In lower precision the rounding depends on the order of a sum."""
-        exact = facts is None or not facts.rounds
-        return Fidelity.EXACT if exact else Fidelity.ROUNDING
+        """Exact in float32 without dropout, whose masks are drawn in the order of memory.
+
+        In lower precision the rounding depends on the order of a sum.
+        """
+        if facts is None:
+            return Fidelity.EXACT
+        if facts.rounds:
+            return Fidelity.ROUNDING
+        return Fidelity.REDRAW if any(root.dropout for root in facts.roots) else Fidelity.EXACT
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The model needs convolutions, and the script must not compile it."""

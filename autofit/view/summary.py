@@ -21,6 +21,8 @@ SAME = {
     "recipe": "another training recipe",
 }
 """The meaning of each fidelity for the training."""
+BY_GRADIENTS = "trains in lower precision, and was compared with the script by gradients alone"
+"""The same for a plan that rounds, if the script has no losses to compare with."""
 
 
 def lines(result: Result, *, storage: str | None = None, memory: int | None = None) -> list[str]:
@@ -48,7 +50,8 @@ def against_baseline(result: Result) -> str:
     if result.plan.neutral:
         return "No plan is faster than the script as it is: nothing to change."
     if result.baseline is None:
-        return f"As it is, {_as_it_is(result.baseline_verdict)}; the plan is {same}."
+        plan = BY_GRADIENTS if result.fidelity == "rounding" else f"is {same}"
+        return f"As it is, {_as_it_is(result.baseline_verdict)}; the plan {plan}."
     new, old = result.measurement, result.baseline
     factor = new.samples_per_second / old.samples_per_second
     about = f"{factor:.2f} ±{factor * margin(new, old):.2f} times as fast as"

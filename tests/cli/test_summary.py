@@ -22,7 +22,8 @@ MakeResult = Callable[..., Result]
 def test_a_script_that_did_not_fit(make_result: MakeResult) -> None:
     assert "\n".join(lines(make_result())) == (
         "20.3 ±0.0 samples/s in 23.1 of 24.0 GiB: bf16, micro 8\n"
-        "As it is, the script does not fit; the plan is the same training in lower precision.\n"
+        "As it is, the script does not fit; the plan trains in lower precision, and was compared"
+        " with the script by gradients alone.\n"
         "At the peak: tensors 23.1, cached by torch's allocator 0.0, "
         "outside it (CUDA, libraries) 0.0 GiB.\n"
         "6 trials in 6 launches, memory ran out in 1 of these, 1 min 52 s; study 3f9c0000.\n"

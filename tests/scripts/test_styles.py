@@ -30,7 +30,10 @@ PLANS = {
 
 NO_BLOCKS = "the model has no repeated blocks"
 OWN_UPDATE = "the script calls torch.autograd.grad on the model's parameters"
-PAIRS = "the model returns a number that its parts' outputs do not add up to"
+PAIRS = (
+    "the model returns a number that its parts' outputs do not add up to, neither by samples nor by"
+    " a count of its labels"
+)
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 FLOAT32_LOSS = (
     "transformers computes the loss of a causal model in float32, whatever the weights are"
@@ -104,7 +107,7 @@ STYLES = [
     Style(
         script="recurrent_state.py",  # the first call alone has no state
         refusals=dict.fromkeys(("checkpointing", "both"), NO_BLOCKS),
-        notices={"split": "a batch runs in one piece: the model cannot run on a part of the batch"},
+        notices={"split": "a batch runs in one piece: the model raises RuntimeError for a part"},
     ),
     Style(
         script="batch_norm.py",

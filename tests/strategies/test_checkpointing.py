@@ -432,17 +432,20 @@ def test_each_further_block_frees_as_much_but_the_last() -> None:
 class Counts(nn.Module):
     """Counts its calls, and normalizes its weight by a power iteration that goes on each time."""
 
+    count: torch.Tensor
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-        self.count = nn.Buffer(torch.zeros(()))
-        self.seen = nn.Buffer(torch.zeros(16))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(16))
         self.moves = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.moves:
             with torch.no_grad():
-                self.count += 1
+                self.count.add_(1)
                 self.seen = self.seen + x.mean((0, 1))
         after: torch.Tensor = x + torch.tanh(self.layer(x)) * (1 + self.count + self.seen)
         return after

@@ -171,6 +171,8 @@ def test_where_it_applies() -> None:
         "the script compiles its model: the compiler lays its convolutions out",
     ]
     assert strategy.fidelity("channels_last", Facts(roots=(root,))) is Fidelity.EXACT
+    dropping = Facts(roots=(replace(root, dropout=True),))
+    assert strategy.fidelity("channels_last", dropping) is Fidelity.REDRAW
     assert strategy.fidelity("channels_last", Facts(autocast=True)) is Fidelity.ROUNDING
 
 

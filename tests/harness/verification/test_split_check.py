@@ -320,14 +320,14 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return F.cross_entropy(net.body(a), b, weight=WEIGHTS)
 
 
-@case("class weights by hand", pairs, refused="add up")
-@case("class weights by hand, one class at first", one_class_first, late="add up")
+@case("class weights by hand", pairs, refused="add up|join to")
+@case("class weights by hand, one class at first", one_class_first, late="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     each = F.cross_entropy(net.body(a), b, reduction="none")
     return (each * WEIGHTS[b]).sum() / WEIGHTS[b].sum()
 
 
-@case("weights from the batch", pairs, refused="add up|of another size")
+@case("weights from the batch", pairs, refused="add up|join to|of another size")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     rare = 1.0 / (F.one_hot(b, 3).double().sum(0) + 1)
     return F.cross_entropy(net.body(a), b, weight=rare)
@@ -357,7 +357,7 @@ def _(net: Tokens, a: torch.Tensor, b: torch.Tensor) -> Any:
     return -(chosen * (b >= 0)).sum() / (b >= 0).sum()
 
 
-@case("focal, by the number of foreground labels", pairs, refused="add up|of another size")
+@case("focal, by the number of foreground labels", pairs, refused="add up|join to|of another size")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     p = net.body(a).softmax(-1).gather(-1, b[:, None])[:, 0]
     return -((1 - p).square() * p.log()).sum() / (b == 2).sum().clamp(min=1)
@@ -383,7 +383,9 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor, w: torch.Tensor) -> Any:
     return (errors(net, a, b) * w).sum() / (w > 0).sum()
 
 
-@case("mean over two masks", lambda: [(*c, y(len(c[0]))) for c in masked()], refused="add up")
+@case(
+    "mean over two masks", lambda: [(*c, y(len(c[0]))) for c in masked()], refused="add up|join to"
+)
 def _(net: Net, a: torch.Tensor, b: torch.Tensor, m: torch.Tensor, z: torch.Tensor) -> Any:
     both = m * (z > 0)[:, None]
     return (errors(net, a, b) * both).sum() / (both.sum() + 1)
@@ -407,18 +409,18 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor, n: torch.Tensor, m: torch.Tens
     return F.ctc_loss(net.body(a).log_softmax(-1).transpose(0, 1), b, n, m)
 
 
-@case("mean where not nan", with_gaps, late="add up")
+@case("mean where not nan", with_gaps, late="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return (net.body(a) - b)[~b.isnan()].square().mean()
 
 
-@case("mean up to the longest", masked, late="add up")
+@case("mean up to the longest", masked, late="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor, m: torch.Tensor) -> Any:
     a = a - a.mean(1, keepdim=True)
     return (errors(net, a, b) * m)[:, : int(m.sum(1).max())].mean()
 
 
-@case("rows up to the longest", masked, late="add up")
+@case("rows up to the longest", masked, late="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor, m: torch.Tensor) -> Any:
     return net.body(a - a.mean(1, keepdim=True))[:, : int(m.sum(1).max())]
 
@@ -438,22 +440,22 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor, margin: float) -> Any:
 # --- one sample depends on the others ---------------------------------------------------------
 
 
-@case("contrastive", lambda: [(x(8), x(8))], refused="add up")
+@case("contrastive", lambda: [(x(8), x(8))], refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return F.cross_entropy(net.body(a) @ net.body(b).T, torch.arange(len(a)))
 
 
-@case("statistics by hand", pairs, refused="add up")
+@case("statistics by hand", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a - a.mean(0))
 
 
-@case("statistics by hand in training only", pairs, refused="add up")
+@case("statistics by hand in training only", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a - a.mean(0) if net.training else a)
 
 
-@case("attention over the batch", pairs, refused="add up")
+@case("attention over the batch", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     h = net.body[0](a)
     return net.body[2](F.scaled_dot_product_attention(h, h, h))
@@ -468,7 +470,7 @@ class BeginsAsNothing(Net):
         nn.init.zeros_(self.body.get_parameter("2.weight"))
 
 
-@case("attention behind weights of zero", pairs, net=BeginsAsNothing, refused="add up")
+@case("attention behind weights of zero", pairs, net=BeginsAsNothing, refused="add up|join to")
 def _(net: BeginsAsNothing, a: torch.Tensor, b: torch.Tensor) -> Any:
     h = net.body[0](a)
     return net.body[2](h + net.gate * F.scaled_dot_product_attention(h, h, h))
@@ -485,40 +487,40 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a).sum(1) + 1e13
 
 
-@case("dice", pairs, refused="add up")
+@case("dice", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     p, t = net.body(a).sigmoid(), F.one_hot(b, 3)
     return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
 
 
-@case("ranking", pairs, refused="add up")
+@case("ranking", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     scores = net.body(a)[:, 0]
     signs = (b[:, None] - b[None, :]).sign()
     return F.relu(1 - (scores[:, None] - scores[None, :]) * signs).mean()
 
 
-@case("load balancing", pairs, refused="add up")
+@case("load balancing", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     gates = net.body(a).softmax(-1)
     load = F.one_hot(gates.argmax(-1), 3).double().mean(0)
     return F.cross_entropy(gates, b) + 0.01 * 3 * (load * gates.mean(0)).sum()
 
 
-@case("load balancing in training only", pairs, refused="add up")
+@case("load balancing in training only", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     answers = net.body(a)
     extra = answers.softmax(-1).mean(0).square().sum() if net.training else 0.0
     return F.cross_entropy(answers, b) + extra
 
 
-@case("a small term over the batch", pairs, refused="add up")
+@case("a small term over the batch", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     answers = net.body(a)
     return F.cross_entropy(answers, b) + 1e-6 * answers.var(0).sum()
 
 
-@case("largest of the batch", pairs, refused="add up")
+@case("largest of the batch", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     answers = net.body(a)
     return answers / answers.detach().abs().max()
@@ -557,7 +559,11 @@ class MeanGradient(torch.autograd.Function):
 
 for least in (1, 2, 3, 4, 8, 12, 20):
 
-    @case(f"branch on more than {least} samples", lambda: pairs(24, 24), refused="add up|size")
+    @case(
+        f"branch on more than {least} samples",
+        lambda: pairs(24, 24),
+        refused="add up|join to|join to|size",
+    )
     def _(net: Net, a: torch.Tensor, b: torch.Tensor, least: int = least) -> Any:
         return net.body(a) * (2.0 if len(a) > least else 1.0)
 
@@ -565,29 +571,29 @@ for least in (1, 2, 3, 4, 8, 12, 20):
 # --- draws ------------------------------------------------------------------------------------
 
 
-@case("mixup", pairs, refused="add up")
+@case("mixup", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     order = torch.randperm(len(a)) if net.training else torch.arange(len(a))
     return F.cross_entropy(net.body(0.7 * a + 0.3 * a[order]), b)
 
 
-@case("mixup by sorting", pairs, refused="add up")
+@case("mixup by sorting", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return F.cross_entropy(net.body(a + a[torch.rand(len(a)).argsort()]), b)
 
 
-@case("mixup by index", pairs, refused="add up")
+@case("mixup by index", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return F.cross_entropy(net.body(a + a[torch.randint(0, len(a), (len(a),))]), b)
 
 
-@case("mixup by multinomial", pairs, refused="add up")
+@case("mixup by multinomial", pairs, refused="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return F.cross_entropy(net.body(a + a[torch.multinomial(torch.ones(len(a)), len(a))]), b)
 
 
 # Of few samples an order drawn may leave each in its place: then those of another size tell.
-@case("mixup by numpy", pairs, refused="add up|of another size")
+@case("mixup by numpy", pairs, refused="add up|join to|of another size")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
     return F.cross_entropy(net.body(a + a[torch.from_numpy(np.random.permutation(len(a)))]), b)
 
@@ -772,9 +778,9 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor) -> Any:
 # --- arguments --------------------------------------------------------------------------------
 
 
-@case("another number", numbers(0.0, 0.5, 0.0), late="add up")
-@case("another flag", numbers(False, True, False), late="add up")
-@case("another text", numbers("", "balanced", ""), late="add up")
+@case("another number", numbers(0.0, 0.5, 0.0), late="add up|join to")
+@case("another flag", numbers(False, True, False), late="add up|join to")
+@case("another text", numbers("", "balanced", ""), late="add up|join to")
 def _(net: Net, a: torch.Tensor, b: torch.Tensor, balance: Any) -> Any:
     answers = net.body(a)
     loss = F.cross_entropy(answers, b)
@@ -874,7 +880,7 @@ def _(net: Net, tokens: torch.Tensor) -> Any:
     return states.flatten(0, 1), states[-1:]
 
 
-@case("several rows a sample, shuffled", lambda: [(x(8, 4, 5),)], refused="add up")
+@case("several rows a sample, shuffled", lambda: [(x(8, 4, 5),)], refused="add up|join to")
 def _(net: Net, tokens: torch.Tensor) -> Any:
     return net.body(tokens).flatten(0, 1).flip(0)
 
@@ -1112,7 +1118,7 @@ def test_what_is_small_or_holds_at_the_present_weights_alone_is_refused(name: st
     use, batch = WRONG[name]
     module = Loss(use)
     before = copy.deepcopy(module.state_dict())
-    with pytest.raises(Refused, match="add up"):
+    with pytest.raises(Refused, match="add up|join to|join to"):
         find_layout(module, module, Batch.of(batch(), {}), doubted=True)
     for key, value in module.state_dict().items():
         assert torch.equal(value, before[key])
@@ -1288,7 +1294,7 @@ def test_a_batch_of_another_kind_is_verified_again(rooted: Callable[..., Harness
     kinds = torch.arange(8) % 3
     assert root.layout(Batch.of((torch.randn(8, 5), kinds), {})).joins[0].rule is Rule.SAMPLES
     model.sizes.clear()
-    with pytest.raises(Refused, match="add up"):
+    with pytest.raises(Refused, match="add up|join to|join to"):
         root.layout(Batch.of((torch.randn(8, 5), kinds + 1), {}))
     assert model.sizes
 

@@ -207,7 +207,8 @@ class _SplitCheck:
         self._run_whole()
         if "use_reentrant" in line:
             raise Refused(REENTRANT)
-        raise Refused(f"the model cannot run on a part of the batch: {line}")
+        name = type(error).__name__
+        raise Refused(f"the model raises {name} for a part of the batch, not for all of it: {line}")
 
     def _run_whole(self) -> None:
         """Run the whole batch; an error that it raises as well is the script's own."""

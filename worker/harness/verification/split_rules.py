@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
@@ -54,6 +54,18 @@ class Output:
     def of(cls, value: Any) -> Output:
         """Flatten a root's output."""
         return cls(*flatten(value))
+
+    def place(self, index: int) -> str:
+        """Return where a leaf is in the output, such as ``" at ['loss']"``.
+
+        Empty if the output is a single value, or of a class that does not name its parts.
+        """
+        try:
+            found, _ = tree_flatten_with_path(tree_unflatten(self.leaves, self.spec))
+        except ValueError:
+            return ""
+        path = keystr(found[index][0])
+        return f" at {path}" if path else ""
 
     def without_graph(self) -> Output:
         """Return the same values without their graph, which is as large as a step's."""
@@ -399,7 +411,7 @@ class Comparison:
             column = [chunk.leaves[index] for chunk in chunks]
             good = [join for join in possible if self._holds(join, part, cuts, column, expected)]
             if not good and not (self._confirms and possible[0].rule is Rule.SAME):
-                raise Mismatch(_mismatch_text(expected))
+                raise Mismatch(_mismatch_text(expected, whole.place(index)))
             holding.append(good or possible)
         return holding
 
@@ -535,8 +547,13 @@ def uneven(samples: int) -> list[Cut]:
     return [(0, first), *((start, start + 1) for start in range(first, samples))]
 
 
-def _mismatch_text(expected: Any) -> str:
+def _mismatch_text(expected: Any, place: str) -> str:
     if not isinstance(expected, torch.Tensor):
-        return f"the model returns a {type(expected).__name__} that depends on the batch"
-    kind = "a number" if expected.numel() == 1 else f"a tensor of shape {tuple(expected.shape)}"
-    return f"the model returns {kind} that its parts' outputs do not add up to"
+        return f"the model returns a {type(expected).__name__}{place} that depends on the batch"
+    if expected.numel() > 1:
+        kind = f"a tensor of shape {tuple(expected.shape)}"
+        return f"the model returns {kind}{place} that its parts' outputs do not join to"
+    return (
+        f"the model returns a number{place} that its parts' outputs do not add up to, neither by"
+        " samples nor by a count of its labels"
+    )
