@@ -22,6 +22,7 @@ from tests.strategies.optimizers import (
     Make,
     Under,
     apart,
+    backward,
     groups,
     model,
     owned,
@@ -386,3 +387,25 @@ def test_what_is_only_called_lion_is_refused(under: Under, make: Make, reason: s
         train(net, optimizer, steps=1)
     assert torch.equal(weights(net), start)
     assert not optimizer.state
+
+
+def test_a_plan_that_changes_in_a_closure_holds_from_the_next_step(under: Under) -> None:
+    """A search changes it before a call of the model, which Lightning makes within the step."""
+    net = model(torch.float32)
+    optimizer = AdamW(net.parameters(), lr=1e-3)
+    under.roots = (net,)
+    train(net, optimizer, steps=2)
+
+    def closure() -> float:
+        under.plan = EIGHT_BIT
+        under.optimizers.prepare()
+        optimizer.zero_grad()
+        return float(backward(net, 2))
+
+    weight = net.get_parameter("0.weight")
+    optimizer.step(closure)
+    assert optimizer.state[weight]["exp_avg"].dtype is torch.float32
+    optimizer.step(closure)
+    assert torch.uint8 in {
+        getattr(each, "dtype", None) for each in optimizer.state[weight].values()
+    }

@@ -93,6 +93,8 @@ class HarnessOptimizer:
         self._contexts: list[Context] = []
         """Contexts in which it is pickled."""
         self._undos: list[Undo] = []
+        self.runs = False
+        """The optimizer's own step is running. It may call a closure that calls the model."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -146,7 +148,11 @@ class HarnessOptimizer:
         """Step under the plan; return the loss of the script's closure."""
         optimizer, self._plain = self.optimizer, plain
         if not self._steppers and self._release is None:
-            return plain(optimizer, *args, **kwargs)
+            self.runs = True
+            try:
+                return plain(optimizer, *args, **kwargs)
+            finally:
+                self.runs = False
         closure = args[0] if args else kwargs.get("closure")
         loss = None
         if closure is not None:
@@ -311,13 +317,14 @@ class Optimizers:
         """Apply the present plan to the existing optimizers of the roots' parameters.
 
         This runs before a forward pass, so that the plan holds in the first backward. Other
-        optimizers change at their first step. Returns whether a plan was applied; raises
-        ``Refused`` with the reason.
+        optimizers, and one whose step calls the model, change at their next step. Returns whether a
+        plan was applied; raises ``Refused`` with the reason.
         """
         if not self._undos:
             return False
         plan = self._owner.optimizer_plan()
-        new = [each for each in self._made if not self._handle(each).under(plan)]
+        handles = ((each, self._handle(each)) for each in self._made)
+        new = [each for each, handle in handles if not (handle.runs or handle.under(plan))]
         found = [each for each in new if not _has_another(each)]
         if not found:
             return False
