@@ -47,6 +47,10 @@ class Training:
     """Whether a second run did the same; ``None`` before there was one."""
 
 
+NOT_FINITE = "a loss that is not finite"
+"""Why a plan has drifted if there is no reference."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """What ``compared`` found."""
@@ -72,7 +76,7 @@ def compared(
     found = _steps_compared(report, trace, expected, facts)
     if found.report is not report:  # its first steps have drifted
         return found
-    reason = _divergence(report, expected)
+    reason = _divergence(report, expected, facts)
     if reason is None:
         return found
     return replace(found, report=_drifted(report, reason))
@@ -97,11 +101,13 @@ def _steps_compared(
     return Comparison(report=report, obstacle=(steps.obstacle or "") if steps.steps == 0 else "")
 
 
-def _divergence(report: TrialReport, expected: Training) -> str | None:
+def _divergence(report: TrialReport, expected: Training, facts: Facts | None) -> str | None:
+    """Return how the losses differ. Without a reference, a plan that does not round is one."""
     losses = losses_of(report)
-    if expected.trace is None:
-        return None if finite(losses) else "a loss that is not finite"
-    return divergence(losses, expected.losses)
+    if expected.trace is not None:
+        return divergence(losses, expected.losses)
+    exact = report.plan.fidelity(facts) < Fidelity.ROUNDING
+    return None if exact or finite(losses) else NOT_FINITE
 
 
 def within(report: TrialReport, facts: Facts | None, allow: Fidelity) -> TrialReport:

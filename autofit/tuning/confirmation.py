@@ -8,6 +8,7 @@ from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import NothingFits
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
+from autofit.strategies import Fidelity
 from autofit.tuning import messages
 from autofit.tuning.history import History
 from autofit.tuning.proposals import Proposer
@@ -52,7 +53,8 @@ class Confirmation:
         """
         tried, history = 0, self._history
         while tried < FINALISTS:
-            left = [t for t in history.ranked_sound() if not history.failed(best_plan(t))]
+            ranked = [t for t in history.ranked_sound() if not history.failed(best_plan(t))]
+            left = [t for t in ranked if self._may_hold(best_plan(t))]
             any_fitted = any(history.fitted(best_plan(trial)) for trial in left)
             if not left or history.fitted(best_plan(left[0])) or (any_fitted and history.late()):
                 break
@@ -68,6 +70,8 @@ class Confirmation:
         tried = 0
         while not (found := self._history.fitted_again()):
             plan = self._proposer.fallback() if tried < FINALISTS else None
+            if plan is not None and not self._may_hold(plan):
+                raise NothingFits(messages.LOSS_NOT_FINITE)
             if plan is None:
                 raise NothingFits(
                     "no plan that fitted in the search fitted again in its confirmation run;"
@@ -77,6 +81,14 @@ class Confirmation:
             tried += 1
             self._tell_failure(plan)
         return found[-1]
+
+    def _may_hold(self, plan: Plan) -> bool:
+        """Return whether to confirm a plan: after a loss that was not finite, one that is exact.
+
+        Only a plan that does not round can tell whether the script's own loss is finite.
+        """
+        rounds = plan.fidelity(self._history.study.facts) >= Fidelity.ROUNDING
+        return not (rounds and self._history.loss_is_doubtful())
 
     def _tell_replacement(self, first: Plan) -> None:
         """Say which plan replaces the fastest of the search, if one does.

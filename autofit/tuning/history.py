@@ -19,6 +19,7 @@ from autofit.analysis.ranking import (
 )
 from autofit.analysis.verdicts import (
     BLAMED,
+    NOT_FINITE,
     amended,
     best_plan,
     corrected,
@@ -42,6 +43,7 @@ from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import (
     CHECK_STARVED,
+    OWN_GRADIENTS,
     STEPS,
     Proven,
     TrialReport,
@@ -249,6 +251,12 @@ class History:
         """Return the reports of the confirmation runs that drifted."""
         drifted = (t for t in self.now.confirmations if t.verdict is Verdict.DRIFTED)
         return [trial.report for trial in drifted if trial.report is not None]
+
+    def loss_is_doubtful(self) -> bool:
+        """Return whether a training diverged, and no reference tells whether the script's does."""
+        reports = (trial.report for trial in self.now.confirmations)
+        lost = any(r is not None and r.reason in (NOT_FINITE, OWN_GRADIENTS) for r in reports)
+        return lost and self.reference.trace is None
 
     def failed(self, plan: Plan) -> bool:
         """Return whether ``plan`` was confirmed at least once and never fitted then."""

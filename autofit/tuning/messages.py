@@ -18,6 +18,12 @@ CALLED = ("backward", "optimizer step")
 
 LEARNS_NOTHING = "--sampler gp ignores trials that ran out of memory: it learns nothing from them."
 
+LOSS_NOT_FINITE = (
+    "the loss becomes infinite or NaN, and neither the script as it is nor a plan that does not"
+    " round fits, so it cannot be seen whether the script's own loss does; give a lower learning"
+    " rate, or more with --memory"
+)
+
 
 def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None) -> NoReturn:
     """Raise the error of a search that found no plan; ``timeout``: seconds, if they are over."""

@@ -20,6 +20,10 @@ NO_REFERENCE = (
     "The script does not fit as it is, so no losses can be compared with its own. Plans are"
     " verified by their gradients."
 )
+SAME_LOSS = (
+    "The loss becomes infinite or NaN under a plan that does not round, so it does in the script"
+    " itself."
+)
 OWN_LOSS = "The script's own loss becomes infinite or NaN. The losses of plans are not compared."
 
 
@@ -78,6 +82,8 @@ class Reference:
         found = compared(report, trace, self.training, facts)
         if found.without_reference:
             self._tell(NO_REFERENCE)
+            if found.report.verdict is Verdict.MEASURED and not finite(losses_of(found.report)):
+                self._tell(SAME_LOSS)
         if found.obstacle:
             self._tell(f"The steps cannot be compared: {found.obstacle}. Only losses are compared.")
         return found.report

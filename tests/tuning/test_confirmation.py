@@ -24,6 +24,7 @@ from autofit.tuning.history import History
 from autofit.tuning.messages import did_not_hold
 from autofit.tuning.notices import Line, Notice, TrialEnded
 from autofit.tuning.proposals import Proposer
+from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 from tests.tuning.simulated import GIB, opened
 
@@ -175,6 +176,39 @@ def test_none_is_kept_where_none_fits_again(history: History, figures: list[Meas
     result = result_of(history.store, history.study)
     assert result is not None
     assert result.plan == PLANS[-1], "the one that was not measured again"
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["an exact plan fits too", "none does"])
+def test_after_a_loss_that_is_not_finite_only_an_exact_plan_is_measured_again(
+    history: History, figures: list[Measurement], exact: bool
+) -> None:
+    """It trains as the script does, and so tells whether the script's own loss is finite."""
+    rounding = [plan for plan in PLANS if plan.fidelity() is Fidelity.ROUNDING]
+    plans = [*rounding, PLANS[0]] if exact else rounding
+    figures = figures[-len(plans) :]
+    for plan, found in zip(plans, figures, strict=True):
+        ends(history, plan, found, Purpose.SEARCH)
+
+    def diverge(plan: Plan) -> None:
+        search.measured.append(plan)
+        (trial,) = history.store.add_trials(
+            history.study, [plan], launch=1, owner=Owner.current(), purpose=Purpose.CONFIRM
+        )
+        found = replace(figures[0], losses=(math.nan,))
+        report = TrialReport(index=0, plan=plan, verdict=Verdict.MEASURED, measurements=(found,))
+        first = Trace(names=(), sizes=(), rounding=(), epsilon=1e-7, buckets=1, start="", steps=())
+        judged = history.reference.compared(report, first, history.study.facts)
+        history.finish(trial, judged, 0)
+
+    search = Played(history, {})
+    search._measure_again = diverge
+    if exact:
+        assert search.fastest_confirmed().plan == PLANS[0]
+        assert search.measured[1:] == [PLANS[0]]
+    else:
+        with pytest.raises(NothingFits, match="whether the script's own loss does"):
+            search.fastest_confirmed()
+        assert len(search.measured) == 1
 
 
 def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(

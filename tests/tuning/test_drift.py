@@ -20,7 +20,7 @@ from autofit.equivalence.compare import compare, divergence
 from autofit.plan import Plan
 from autofit.storage import Purpose, Store, TrialRecord
 from autofit.strategies import Fidelity
-from autofit.tuning.reference import NO_REFERENCE, Reference
+from autofit.tuning.reference import NO_REFERENCE, SAME_LOSS, Reference
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.traces import Trace, TracedStep
 from autofit.worker.records.trials import (
@@ -618,6 +618,9 @@ def test_without_a_reference_only_losses_that_are_not_finite_are_noticed() -> No
     assert said == [NO_REFERENCE]
     drifted = nobody.compared(ended(BF16, math.nan, 1.0), trace(), None)
     assert drifted.verdict is Verdict.DRIFTED
+    own = nobody.compared(ended(CHECKPOINTING, math.nan, 1.0), trace(), None)
+    assert own.verdict is Verdict.MEASURED
+    assert said == [NO_REFERENCE, SAME_LOSS]
 
 
 @pytest.mark.quick

@@ -9,6 +9,7 @@ Compiled code, and a model that cannot run in float64, are compared in their own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -45,6 +46,7 @@ from autofit.worker.harness.verification.gradient_digest import (
     digest,
     fold,
     largest_factor,
+    length,
     mean_difference,
     pattern,
 )
@@ -69,6 +71,7 @@ from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
 from autofit.worker.oom.frames import free_frames
+from autofit.worker.records.trials import OWN_GRADIENTS
 
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that decides where autograd's saved tensors are stored."""
@@ -377,7 +380,7 @@ def _both_in_float64(
 
 def _plain_in_float64(root: CheckedRoot, samples: Batch) -> Effects:
     with uncompiled(), in_float64(root.module, near) as weights:
-        return _effects(root, root.plain, samples, weights=weights)
+        return _finite(_effects(root, root.plain, samples, weights=weights))
 
 
 def _unsteady(root: CheckedRoot, applied: Plan, samples: Batch, plain: Effects) -> frozenset[str]:
@@ -484,7 +487,7 @@ def _effects_of_way(
     if plain is None:
         try:
             with saved(), autocast_noticed(root):
-                plain = _effects(root, root.plain, samples)
+                plain = _finite(_effects(root, root.plain, samples))
         except RuntimeError as error:
             if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
                 raise
@@ -735,6 +738,13 @@ def _effects(
             raise Refused("no gradient of its weights is there to be compared")
         del outputs, cotangents
         return Effects(folded, found, updates_since(start))
+
+
+def _finite(plain: Effects) -> Effects:
+    """Return the effects of the plain model; raise ``Refused`` if they cannot be compared."""
+    if not math.isfinite(length(plain.gradients)):
+        raise Refused(OWN_GRADIENTS)
+    return plain
 
 
 @contextmanager
