@@ -43,7 +43,7 @@ from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import (
     CHECK_STARVED,
-    OWN_GRADIENTS,
+    NOT_COMPARABLE,
     STEPS,
     Proven,
     TrialReport,
@@ -255,7 +255,7 @@ class History:
     def loss_is_doubtful(self) -> bool:
         """Return whether a training diverged, and no reference tells whether the script's does."""
         reports = (trial.report for trial in self.now.confirmations)
-        lost = any(r is not None and r.reason in (NOT_FINITE, OWN_GRADIENTS) for r in reports)
+        lost = any(r is not None and r.reason in (NOT_FINITE, NOT_COMPARABLE) for r in reports)
         return lost and self.reference.trace is None
 
     def failed(self, plan: Plan) -> bool:

@@ -68,7 +68,9 @@ class Script:
 
 CHECK = "the check"
 """Phase of autofit's own calls of the model, which check a plan."""
-OWN_GRADIENTS = "the script's own gradients are infinite or NaN, so nothing can be compared"
+NOT_COMPARABLE = (
+    "the gradients are infinite or NaN without the plan too, so nothing can be compared"
+)
 """Why no plan can be verified once a training has diverged."""
 CHECK_STARVED = "the check needs more memory than the budget leaves"
 """Message if memory runs out in that phase."""

@@ -71,7 +71,7 @@ from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
 from autofit.worker.oom.classifier import Kind, classify
 from autofit.worker.oom.frames import free_frames
-from autofit.worker.records.trials import OWN_GRADIENTS
+from autofit.worker.records.trials import NOT_COMPARABLE
 
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that decides where autograd's saved tensors are stored."""
@@ -315,8 +315,9 @@ def _difference_in_float64(
     State must be equal in any case, but for what ``unsteady`` returns: that is equal in no two
     runs.
     """
-    root.proof.found_difference(mean_difference(under.gradients, plain.gradients))
     blamed = _blamed(plan)
+    _require_finite(plain, blamed)
+    root.proof.found_difference(mean_difference(under.gradients, plain.gradients))
     state = _state_differences(under, plain, TOLERANCES.double)
     if state:
         excused = unsteady()
@@ -380,7 +381,7 @@ def _both_in_float64(
 
 def _plain_in_float64(root: CheckedRoot, samples: Batch) -> Effects:
     with uncompiled(), in_float64(root.module, near) as weights:
-        return _finite(_effects(root, root.plain, samples, weights=weights))
+        return _effects(root, root.plain, samples, weights=weights)
 
 
 def _unsteady(root: CheckedRoot, applied: Plan, samples: Batch, plain: Effects) -> frozenset[str]:
@@ -487,7 +488,7 @@ def _effects_of_way(
     if plain is None:
         try:
             with saved(), autocast_noticed(root):
-                plain = _finite(_effects(root, root.plain, samples))
+                plain = _effects(root, root.plain, samples)
         except RuntimeError as error:
             if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
                 raise
@@ -538,6 +539,7 @@ def _compare(
     be. Several ranks return ``False`` together if one of them might.
     """
     plan, blamed = applied.in_calls, _blamed(applied)
+    _require_finite(expected, blamed)
     root.proof.found_difference(mean_difference(under.gradients, expected.gradients))
     try:
         if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
@@ -740,11 +742,10 @@ def _effects(
         return Effects(folded, found, updates_since(start))
 
 
-def _finite(plain: Effects) -> Effects:
-    """Return the effects of the plain model; raise ``Refused`` if they cannot be compared."""
+def _require_finite(plain: Effects, blamed: str | None) -> None:
+    """Raise ``Refused`` if the effects without a plan cannot be compared with others."""
     if not math.isfinite(length(plain.gradients)):
-        raise Refused(OWN_GRADIENTS)
-    return plain
+        raise Refused(NOT_COMPARABLE, blamed)
 
 
 @contextmanager
