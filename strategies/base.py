@@ -225,6 +225,9 @@ class Root(Protocol):
     def strict(self) -> bool:
         """Whether a level must fail rather than fall back, because a trial measures it."""
 
+    def script_mentions(self, *words: str) -> bool:
+        """Return whether the user's own code has one of ``words``."""
+
     def one_size(self) -> Undo:
         """Make all chunks of split calls the same size, if possible."""
 

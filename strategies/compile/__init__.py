@@ -68,6 +68,12 @@ COMPILERS = ("torch._dynamo.exc", "torch._inductor.exc", "torch._functorch")
 UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
 """Texts of RuntimeErrors for operations that compiled code does not support."""
 
+AGAIN = ("create_graph", "retain_graph")
+DIFFERENTIATED_AGAIN = (
+    "the script has create_graph or retain_graph, from whatever step on, and compiled code is"
+    " differentiated only once"
+)
+
 
 class Compile(Strategy):
     """``torch.compile`` in place, with the default mode (Ansel et al., 2024).
@@ -89,6 +95,9 @@ class Compile(Strategy):
     graph (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). That helps where the
     CPU takes longer to launch the kernels than the GPU to run them. The results are the same.
     Blocks that are checkpointed too run as they would without it.
+
+    A script that has ``create_graph`` or ``retain_graph`` is not compiled, although it may use them
+    seldom or late: then it would fail in mid-run.
     """
 
     name = "compile"
@@ -238,6 +247,8 @@ class Compile(Strategy):
             return None  # another root of this script has the blocks
         if any(each._compiled_call_impl is not None for each in root.module.modules()):
             raise Refused("the script compiles a part of the model already")
+        if root.script_mentions(*AGAIN):
+            raise Refused(DIFFERENTIATED_AGAIN)
         undo_size = root.one_size()
         if level == GRAPHS:
             return _record_blocks(modules, root, undo_size)

@@ -18,6 +18,8 @@ NOTHING = 1e-12
 """Taken for zero, in the same numbers."""
 DIVERGED = "Diverged"
 """Begins the error of ranks that do not do the same."""
+REDRAWING = ("micro_batch", "ranks", "memory_format")
+"""Strategies under which a model that draws has other draws."""
 TRAINING = ("losses", "parameters", "buffers", "tensors", "frozen", "seen")
 """Parts of a result that say what was trained; the others are the user's own state."""
 
@@ -71,7 +73,7 @@ def under_plan(
     First a launch in a process that is thrown away, which leaves what it has verified; then the
     real run, under the script as it is where the launch has refused the plan. ``plain``: how the
     script ends in plain Python, where that is known.
-    ``draws``: its model draws random numbers, so that a split batch is another draw.
+    ``draws``: its model draws random numbers, so that it has other draws under some plans.
     """
     plain = plain or nursery.run(Job(source=source))
     if plain.error or plain.result is None:
@@ -83,7 +85,7 @@ def under_plan(
     held = Plan() if refused else plan
     run = nursery.run(Job(source=source, mode="run", plan=held, proven=trial.proven))
     run.refused = run.refused or refused
-    redrawn = draws and (held["micro_batch"], held["ranks"]) != (AS_IS, AS_IS)
+    redrawn = draws and any(held[name] != AS_IS for name in REDRAWING)
     kind, detail = judged(plain, run, redrawn=redrawn)
     told = trial.error or trial.refused or ("measured" if trial.measured else "no verdict")
     return Outcome(kind=kind, detail=detail, trial=told, seconds=trial.seconds + run.seconds)

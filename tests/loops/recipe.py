@@ -29,6 +29,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "at": (1, 2, 5, 9, 20),
     "freeze": ("none", "start", "freeze", "thaw", "freeze_all", "alternate"),
     "tensor": ("none", "start", "late", "own_step"),
+    "late": ("none", "penalty", "hook", "grad", "replay", "head"),
     # hooks
     "hook": (
         *("none", "mean", "list", "array", "closure", "before", "output", "backward", "gradient"),
@@ -136,6 +137,14 @@ def _put_right(full: dict[str, Any]) -> None:
         full["hook_on"] = "inner"
     if full["norm"] == "batch" and full["tail"]:
         full["tail"] = 3
+    if full["late"] in ("penalty", "hook") and full[full["late"]] == "none":
+        full["late"] = "none"  # there is nothing that could begin late
+    if full["late"] in ("grad", "replay", "head"):
+        full["roots"] = "one"
+        if full["optimizer"] in ("lbfgs", "own", "two") or full["closure"] or full["tied"]:
+            full["late"] = "none"
+    if full["late"] == "head":
+        full["scheduler"] = "none"  # torch's have a rate for each group that was there at first
     if full["term"] == "none":
         full["switch"] = "always"
         full["term_in"] = "model"

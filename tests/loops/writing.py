@@ -403,7 +403,10 @@ def _made(r: Recipe) -> str:
         registered = REGISTERED.get(r["hook"], "{}.register_forward_hook(hook)").format(on)
         if "net.embed" in registered:
             registered = f"if net.embed.weight.requires_grad:\n    {registered}"
-        lines.append(registered)
+        if r["late"] != "hook":
+            lines.append(registered)
+        else:
+            lines.append(f"def begin():\n{indent(registered, '    ')}\n")
     return _within(lines, 0)
 
 
@@ -459,6 +462,13 @@ def _events(r: Recipe) -> list[str]:
         later = "\n    optimizer.add_param_group({'params': [net.scale]})"
         adds = r["tensor"] == "late" and r["optimizer"] != "own"
         lines.append("if step == AT:\n    net.scale.requires_grad_()" + later * adds)
+    if r["late"] == "hook":
+        lines.append("if step == AT:\n    begin()")
+    if r["late"] == "head":
+        lines.append(
+            f"if step == AT:\n    net.head = nn.Linear({r['width']}, {_outputs(r)})\n"
+            "    optimizer.add_param_group({'params': list(net.head.parameters())})"
+        )
     return lines
 
 
@@ -505,7 +515,17 @@ def _loss(r: Recipe) -> list[str]:
     lines = []
     if r["penalty"] == "inputs":
         lines.append("x = x.clone().requires_grad_()")
+    if r["late"] == "replay":
+        plainly = "\n".join(["state = torch.get_rng_state()", *_call(r)])
+        replayed = f"with torch.no_grad():\n{indent(plainly, '    ')}\ntorch.set_rng_state(state)"
+        lines.append(f"if step >= AT:\n{indent(replayed, '    ')}")
     lines += _call(r)
+    if r["late"] == "grad":
+        lines.append(
+            "if step >= AT:\n"
+            "    (slope,) = torch.autograd.grad(loss, net.head.weight, retain_graph=True)\n"
+            "    loss = loss * (1 + 0.1 * slope.norm().detach())"
+        )
     if r["term"] != "none" and r["term_in"] == "loop" and r["place"] != "inside":
         lines += [each.replace("extra", "loss") for each in _extra(r)]
     if r["roots"] == "twice":
@@ -531,13 +551,14 @@ def _loss(r: Recipe) -> list[str]:
         ]
     if r["freeze"] == "freeze_all":
         lines.append("loss = loss + 0.1 * anchor.square().sum()")
-    if r["penalty"] == "inputs":
-        lines.append("(slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)")
-        lines.append("loss = loss + 0.01 * slope.square().mean()")
-    if r["penalty"] == "parameters":
-        lines.append("slopes = torch.autograd.grad(loss, trained[1:3], create_graph=True)")
-        lines.append("loss = loss + 0.01 * sum(each.square().sum() for each in slopes)")
-    return lines
+    penalty = {
+        "inputs": "(slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)\n"
+        "loss = loss + 0.01 * slope.square().mean()",
+        "parameters": "slopes = torch.autograd.grad(loss, trained[1:3], create_graph=True)\n"
+        "loss = loss + 0.01 * sum(each.square().sum() for each in slopes)",
+    }.get(r["penalty"], "")
+    late = f"if step >= AT:\n{indent(penalty, '    ')}"
+    return [*lines, late if r["late"] == "penalty" else penalty]
 
 
 def _one(r: Recipe) -> list[str]:

@@ -109,17 +109,14 @@ def test_two_calls_before_one_backward(plain: Annealed) -> None:
     assert_alike(ours, plain)
 
 
-def test_a_block_that_would_move_on_twice_is_not_recomputed(plain: Annealed) -> None:
-    """Under a lower precision too, where the difference would drown."""
+def test_a_block_that_moves_on_is_recomputed_from_where_it_was(plain: Annealed) -> None:
+    """Under a lower precision too, where a difference would drown."""
     x = torch.randn(8, 6).double()
     lower = {"precision": "bf16"}
-    for levels in ({"checkpointing": "all"}, {"checkpointing": "all", **lower}):
+    for levels in ({"checkpointing": "all"}, {"checkpointing": "all", **lower}, lower):
         ours = copy.deepcopy(plain)
-        with pytest.raises(Refused, match=r"_u would not change as it does"):
-            prove(root_of(ours), Plan.of(levels), (x,), {}, Facts())
+        prove(root_of(ours), Plan.of(levels), (x,), {}, Facts())
         assert ours.calls == 0
-    prove(root_of(plain), Plan.of(lower), (x,), {}, Facts())
-    assert plain.calls == 0
 
 
 class Masked(nn.Module):

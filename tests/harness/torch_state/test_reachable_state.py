@@ -142,8 +142,8 @@ BY_SAMPLES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 }
 """What changes with the samples, and how it is called."""
 
-AGAIN_THE_SAME = ("dict", "set")
-"""Written twice they hold what they do after one time."""
+AGAIN_THE_SAME = ("dict", "set", "buffer")
+"""Written twice they hold what they do after one time; a buffer is put back first."""
 
 
 @pytest.fixture

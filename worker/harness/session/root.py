@@ -41,6 +41,7 @@ from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.copies import copied
+from autofit.worker.harness.torch_state.frames import mentioned
 from autofit.worker.harness.torch_state.graph import Shapes
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
@@ -345,6 +346,10 @@ class HarnessRoot:
         if isinstance(self.outer, DistributedDataParallel):
             raise Refused("DistributedDataParallel listens to the parameters as they are")
         return self._seams.weight_views.show(view, load)
+
+    def script_mentions(self, *words: str) -> bool:
+        """Return whether the user's own code has one of ``words``."""
+        return mentioned(*words)
 
     def one_size(self) -> Undo:
         """Split calls, where they are split, into chunks of one size."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import linecache
 import os
+import sys
 import sysconfig
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from autofit.worker.records.places import Place
 
@@ -71,6 +72,19 @@ def is_users(name: str) -> bool:
 def is_library(name: str) -> bool:
     """Return whether the file called ``name`` is part of Python or of an installed package."""
     return name.startswith(LIBRARIES) or any(folder in name for folder in PACKAGES)
+
+
+def mentioned(*words: str) -> bool:
+    """Return whether the script has one of ``words``, or a module of the user's that it names."""
+    script = sys.modules["__main__"]
+    names = {"__main__"}
+    for value in [*vars(script).values()]:
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+        names.add(str(name))
+    files = {str(getattr(sys.modules.get(name), "__file__", "")) for name in names}
+    sources = [Path(each) for each in files if each.endswith(".py") and is_users(each)]
+    texts = (each.read_text(errors="replace") for each in sources if each.is_file())
+    return any(word in text for text in texts for word in words)
 
 
 def place_at(name: str, number: int) -> Place:
