@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from autofit.exceptions import Refused
 from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.worker.harness.patching.observers import Calls, Seams
