@@ -40,6 +40,7 @@ LATE = (
     ({"term": "batch", "switch": "global", "at": 9, "place": "inside", "steps": 12}, "3"),
     ({"term": "sample", "switch": "lazy", "at": 5, "steps": 12}, "5"),
     ({"tensor": "late", "accumulate": 3}, "1"),
+    ({"tensor": "late", "accumulate": 2, "at": 5, "steps": 12}, "3"),
     ({"freeze": "freeze_all", "place": "inside", "at": 2, "steps": 6}, "3"),
 )
 """Loops in which something begins in mid-run, each with a micro-batch."""

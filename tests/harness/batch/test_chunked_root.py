@@ -331,7 +331,7 @@ class Alike(nn.Module):
     [
         (Alike(), (torch.randn(12, 5),), "alike"),
         (Contrastive(), (torch.randn(12, 5), torch.randn(12, 5)), "add up"),
-        (OverTheBatch(), (torch.randn(12, 5),), "add up"),
+        (OverTheBatch(), (torch.randn(12, 5),), "join to"),
         (AuxiliaryInTraining(), (torch.randn(12, 5), torch.randint(3, (12,))), "add up"),
         (nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), (torch.randn(12, 5),), "buffer"),
         (nn.Linear(5, 3), (torch.randn(1, 5),), "one sample at a time"),

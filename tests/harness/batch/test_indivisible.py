@@ -102,7 +102,7 @@ def test_a_sparse_argument_carries_no_batch() -> None:
     args = (torch.randn(NODES, 8), ring().to_sparse())
     assert describe(Graph(), args, {}).batch == NODES
     graph = Graph()
-    with pytest.raises(Refused, match="cannot run on a part"):
+    with pytest.raises(Refused, match="raises RuntimeError for a part"):
         find_layout(graph, graph.forward, Batch.of(args, {}))
 
 

@@ -34,7 +34,7 @@ def test_a_split_that_later_batches_do_not_allow_is_refused(tmp_path: Path) -> N
     )
     split, whole = [event for event in launch(request) if isinstance(event, TrialReport)]
     assert (split.verdict, split.blamed) == (Verdict.REFUSED, "micro_batch")
-    assert "a later batch cannot be split: the model cannot run on a part" in split.reason
+    assert "a later batch cannot be split: the model raises RuntimeError for a part" in split.reason
     assert whole.verdict is Verdict.MEASURED
 
 

@@ -2,7 +2,8 @@
 
 A look compares references only, so it takes microseconds where a walk over the modules takes
 milliseconds. The watch holds no module, so a script can free its model. It holds parameters,
-buffers and plain values. Of other attributes it compares the types.
+buffers and plain values. Of other attributes it compares the types, and whether a tensor requires
+gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 
 from autofit.worker.harness.torch_state.module_state import PLAIN_TYPES, Attributes
@@ -101,10 +103,11 @@ class ModuleWatch:
         self.structure += 1
 
     def _read_marks(self, modules: list[Any]) -> list[object]:
-        """Return what stands for modules, hooks, flags of parameters, and other attributes."""
+        """Return what stands for modules, hooks, flags of tensors, and other attributes."""
         own = [*map(_attributes, modules)]
         parameters = [each for each in self._tensors if each is not None]
         hooks = filter(None, _joined(map(_tensor_hooks, parameters)))
+        others = [*self._read(1, modules)]
         return [
             *map(len, own),
             *map(id, _items(_children, modules)),  # they live now, so no other has their place
@@ -112,7 +115,8 @@ class ModuleWatch:
             None,
             *_joined(hooks),
             *map(_requires_grad, parameters),
-            *map(type, self._read(1, modules)),
+            *map(type, others),
+            *map(_requires_grad, [each for each in others if isinstance(each, torch.Tensor)]),
         ]
 
     def _read_values(self, modules: list[Any]) -> list[Any]:

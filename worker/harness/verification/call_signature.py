@@ -1,9 +1,9 @@
 """The kind of a call: two calls of one kind are split in the same way.
 
 The kind consists of the structure of the arguments, the modes of all modules, the number of their
-hooks, and which parameters require gradients. It also has the type and the sign of each number
-among the arguments and the modules' attributes. Changes that a plan has made do not count: the kind
-is the script's, and it is the same in every process.
+hooks, and which parameters and other tensors require gradients. It also has the type and the sign
+of each number among the arguments and the modules' attributes. Changes that a plan has made do not
+count: the kind is the script's, and it is the same in every process.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Signatures:
             for name, value in module.__dict__.items():
                 if type(value) in _NUMBERS:
                     found[index, name] = value
+                elif isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+                    found[index, f"{name} requires_grad"] = True
             if module._forward_hooks or module._forward_pre_hooks:
                 found[index, "hooks"] = str(
                     len(module._forward_hooks) + len(module._forward_pre_hooks)
