@@ -69,9 +69,9 @@ UNSUPPORTED = ("non-empty donated buffers", "does not currently support double b
 """Texts of RuntimeErrors for operations that compiled code does not support."""
 
 AGAIN = ("create_graph", "retain_graph")
+"""Words of a script that differentiates a graph twice, perhaps late in its training."""
 DIFFERENTIATED_AGAIN = (
-    "the script has create_graph or retain_graph, from whatever step on, and compiled code is"
-    " differentiated only once"
+    "the script has create_graph or retain_graph, and compiled code can be differentiated only once"
 )
 
 

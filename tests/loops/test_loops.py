@@ -61,6 +61,23 @@ def test_what_keeps_something_of_each_call_keeps_the_same(nursery: Nursery, leve
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("features", "sharding"),
+    [
+        ({"late": "grad"}, "as_is"),
+        ({"late": "hook", "hook": "gradient"}, "zero1"),
+        ({"tensor": "late"}, "zero2"),
+    ],
+    ids=lambda each: str(each),
+)
+def test_what_begins_in_mid_run_over_ranks(
+    nursery: Nursery, features: dict[str, object], sharding: str
+) -> None:
+    recipe = Recipe.of(0, {**features, "at": 5, "steps": 8})
+    check(nursery, Loop(recipe, Plan.of({"ranks": "2", "sharding": sharding})))
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(("features", "size"), LATE, ids=lambda each: str(each)[:40])
 def test_what_begins_in_mid_run(nursery: Nursery, features: dict[str, object], size: str) -> None:
     recipe = Recipe.of(0, features)

@@ -313,6 +313,7 @@ class Seams:
                 return plain(outputs, inputs, *args, **kwargs)
             self.knows_optimizers &= bool(self._optimizers)
             options = dict(zip(_GRAD_OPTIONS, args, strict=False)) | kwargs
+            self.keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
             self.enter()  # a block that checkpointing recomputes now is no root
             try:
                 return self.handler.grad(

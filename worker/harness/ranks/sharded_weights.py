@@ -37,8 +37,13 @@ from autofit.worker.harness.patching.observers import plain_backward
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.reduction import Reduction
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters
-from autofit.worker.harness.ranks.shared_call import SharedCall, SharedRoot
+from autofit.worker.harness.ranks.shared_call import (
+    SharedCall,
+    SharedRoot,
+    refuse_unknown_tensors,
+)
 from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
+from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.modules import hooks_of_script, is_paged
 from autofit.worker.harness.torch_state.pytree import flatten
 
@@ -135,6 +140,7 @@ class ShardedWeights:
         leaves = [_scaled(each, size) for each in batch.leaves]
         args, kwargs = batch.call(leaves)
         outputs, spec = flatten(run(*args, **kwargs))
+        refuse_unknown_tensors(outputs, (*self.gathered(), *differentiated(batch.leaves)))
         return tree_unflatten([_scaled(each, 1 / size) for each in outputs], spec)
 
     def _around_root(self, run: Forward) -> Forward:

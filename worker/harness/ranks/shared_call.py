@@ -40,7 +40,7 @@ from autofit.worker.harness.ranks.lockstep import (
 from autofit.worker.harness.ranks.reduction import Reduction, Reductions
 from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.modules import transformed, without_hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
@@ -261,18 +261,12 @@ class SharedCall:
         with self._together(), draws:
             output = self._run(*args, **kwargs)
         outputs, spec = flatten(output)
-        self._refuse_unknown_tensors(outputs)
+        refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
         return outputs, spec
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that get gradients in the model, as its forward sees them."""
         return self.parameters
-
-    def _refuse_unknown_tensors(self, outputs: list[Any]) -> None:
-        """Raise ``Refused`` if a tensor would get the gradient of this rank's slice only."""
-        known = {id(each) for each in (*self._trained(), *self._arguments)}
-        if any(each.numel() and id(each) not in known for each in differentiated(outputs)):
-            raise Refused(UNKNOWN_LEAF, "ranks")
 
     def _together(self) -> AbstractContextManager[None]:
         """Return a context in which BatchNorm uses the samples of all ranks.
@@ -363,7 +357,8 @@ class SharedCall:
         keeps = self._root.seams.keeps_graph
         if not keeps:
             self._local = None
-        with inside(self._root.seams), self._together():
+        hidden = without_hooks_of_script(self.parameters)
+        with inside(self._root.seams), self._together(), hidden:
             of_parameters, of_arguments = self._differentiate(
                 [local[i] for i in wanted], [shares[i] for i in wanted], keeps, reduction
             )
@@ -405,6 +400,13 @@ class SharedCall:
         finally:
             for each, gradient in zip(targets, before, strict=True):
                 each.grad = gradient
+
+
+def refuse_unknown_tensors(outputs: Iterable[Any], known: Iterable[torch.Tensor]) -> None:
+    """Raise ``Refused`` if a tensor that is not ``known`` would get a part of its gradient."""
+    names = {id(each) for each in known}
+    if any(each.numel() and id(each) not in names for each in differentiated(outputs)):
+        raise Refused(UNKNOWN_LEAF, "ranks")
 
 
 class _Bridge(torch.autograd.Function):

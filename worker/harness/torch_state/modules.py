@@ -8,7 +8,8 @@ runs, and gradients arrive at those.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -109,3 +110,18 @@ def _is_ours(function: Any) -> bool:
 def hooks_of_script(parameter: torch.Tensor) -> list[Any]:
     """Return the script's hooks on the gradient of a parameter."""
     return foreign(parameter._backward_hooks) + foreign(parameter._post_accumulate_grad_hooks)
+
+
+@contextmanager
+def without_hooks_of_script(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let the script's hooks on gradients wait: those of this context are parts of them."""
+    held = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
+    for hooks, before in held:
+        for key, hook in before.items():
+            if not _is_ours(hook):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in held:
+            hooks.update({key: hook for key, hook in before.items() if not _is_ours(hook)})

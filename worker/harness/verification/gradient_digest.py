@@ -145,8 +145,11 @@ def differences(found: Sequence[Digest], expected: Digest) -> list[float]:
 
 def _norms(vectors: Sequence[torch.Tensor]) -> list[float]:
     """Return the norm of each vector; the device is waited for once."""
-    norms: list[float] = torch.stack(torch._foreach_norm(list(vectors))).tolist() if vectors else []
-    return norms
+    if not vectors:
+        return []
+    norms = torch._foreach_norm(list(vectors))
+    together: list[float] = torch.stack([each.to(norms[0].device) for each in norms]).tolist()
+    return together
 
 
 def coefficients(
