@@ -166,3 +166,13 @@ def test_without_a_split_it_runs_plainly(tmp_path: Path, body: str) -> None:
     expected = run(tmp_path, text, None)
     found = run(tmp_path, text, {})
     assert (found.stdout, found.stderr) == (expected.stdout, "")
+
+
+def test_a_parameter_that_only_the_scripts_own_term_uses(tmp_path: Path) -> None:
+    """The chunks have no gradient for it, and that of the term stays."""
+    layer = "self.b = nn.Linear(8, 1)\n"
+    head = HEAD.replace(layer, f"{layer}        self.c = nn.Parameter(torch.ones(3))\n")
+    body = PARAMETERS.replace("model.b.weight.pow(2).sum()", "model.c.pow(3).sum()")
+    expected = run(tmp_path, head + body + TAIL, None)
+    found = run(tmp_path, head + body + TAIL, {"micro_batch": "2"})
+    assert (found.stdout, found.stderr) == (expected.stdout, "")

@@ -634,7 +634,7 @@ class ChunkedCall:
                         create_graph=True,
                         allow_unused=True,
                     )
-                    total = [*map(_sum, total, found)]
+                    total = [*map(sum_of, total, found)]
         finally:
             self._drop_arguments()
             if self._drew:
@@ -852,7 +852,8 @@ _ABSENT = object()
 """Replaces an argument tensor that autograd has saved."""
 
 
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def sum_of(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients; ``None`` counts as zero."""
     return other if one is None else one if other is None else one + other
 
 

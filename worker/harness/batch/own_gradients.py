@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from autofit.exceptions import Refused
-from autofit.worker.harness.batch.chunked_call import CREATE_GRAPH, ChunkedCall
+from autofit.worker.harness.batch.chunked_call import CREATE_GRAPH, ChunkedCall, sum_of
 from autofit.worker.harness.patching.observers import plain_grad
 from autofit.worker.harness.torch_state.graph import edges_of, walk
 
@@ -55,8 +55,7 @@ def gradients_through_chunks(
             continue
         parts = call.gradients_of([wanted[i] for i in positions], cotangents, _saved_by(node))
         for i, part in zip(positions, parts, strict=True):
-            before = total[i]
-            total[i] = part if before is None or part is None else before + part
+            total[i] = sum_of(total[i], part)
     return _as_torch_returns(asked, wanted, total, options)
 
 
