@@ -19,9 +19,8 @@ CALLED = ("backward", "optimizer step")
 LEARNS_NOTHING = "--sampler gp ignores trials that ran out of memory: it learns nothing from them."
 
 LOSS_NOT_FINITE = (
-    "the loss becomes infinite or NaN, and neither the script as it is nor a plan that does not"
-    " round fits, so it cannot be seen whether the script's own loss does; give a lower learning"
-    " rate, or more with --memory"
+    "the loss becomes infinite or NaN. No plan that does not round fits, which would tell whether"
+    " the script's own loss does. Give a lower learning rate, or more with --memory"
 )
 
 

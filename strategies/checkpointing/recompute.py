@@ -108,7 +108,7 @@ def _as_at_first(
         # Use the tensors of this call: they may have been offloaded and restored.
         again = [copy(lists[at]) if at in lists else each for at, each in enumerate(args)]
         named = {at: copy(lists[at]) if at in lists else each for at, each in kwargs.items()}
-        with _in_modes(modes), _statistics_on_copies(block), _in_place_of_buffers(values):
+        with _in_modes(modes), _in_place_of_buffers([*_statistics(block), *values]):
             return forward(*again, **named)
 
     return call
@@ -127,25 +127,16 @@ def _in_modes(modes: Modes) -> Iterator[None]:
             held["training"] = not mode
 
 
-@contextlib.contextmanager
-def _statistics_on_copies(block: nn.Module) -> Iterator[None]:
-    """Have the norms in ``block`` write their statistics to copies."""
-    norms = [each for each in block.modules() if isinstance(each, _NormBase)]
-    before = [dict(norm._buffers) for norm in norms]
-    copies = [{n: None if b is None else b.clone() for n, b in o.items()} for o in before]
-    for norm, buffers in zip(norms, copies, strict=True):
-        norm._buffers.update(buffers)
-    try:
-        yield
-    finally:
-        for norm, buffers in zip(norms, before, strict=True):
-            norm._buffers.update(buffers)
-
-
 Buffers = dict[str, torch.Tensor | None]
 """The buffers of a module, by name."""
 Values = list[tuple[Buffers, str, torch.Tensor]]
 """Buffers, and the value that each had before a block's first run."""
+
+
+def _statistics(block: nn.Module) -> Values:
+    """Return the batch statistics of the norms in ``block``, as they are now."""
+    norms = [each._buffers for each in block.modules() if isinstance(each, _NormBase)]
+    return [(held, name, b) for held in norms for name, b in held.items() if b is not None]
 
 
 class _Written:
@@ -162,7 +153,7 @@ class _Written:
     def noticed(self, block: nn.Module, values: Values) -> Iterator[None]:
         """Add the buffers that the context changes to ``values``.
 
-        Raises ``Refused`` if there is one that the first call did not change.
+        Raises ``Refused`` for a buffer that the first call left alone.
         """
         owners = [each for each in block.modules() if not isinstance(each, _NormBase)]
         found = [(o._buffers, n, b) for o in owners for n, b in o._buffers.items() if b is not None]
@@ -191,7 +182,7 @@ class _Written:
 
 @contextlib.contextmanager
 def _in_place_of_buffers(values: Values) -> Iterator[None]:
-    """Let buffers have other values in the context, and none of what it does to them is left."""
+    """Give buffers copies of ``values`` in the context, and restore them afterwards."""
     before = [(held, name, held[name]) for held, name, _ in values]
     for held, name, value in values:
         held[name] = value.clone()

@@ -294,8 +294,8 @@ class _SplitCheck:
     ) -> tuple[list[Whole], Batch | None]:
         """Narrow the rules at other weights and samples.
 
-        Returns the results, and the samples if ``varied`` made them. The training may never have
-        such samples, so they cannot refute a split. If they differ, ``rolled`` ones are compared.
+        Returns the results, and the samples if ``varied`` made them. Such samples do not refute a
+        split, because the training may have none. If they differ, ``rolled`` ones are compared.
         There a difference counts, unless the last bits of the weights make as much, as attention
         over two words can in many layers. The point does not count if the model cannot run there,
         on a singular matrix for example.
