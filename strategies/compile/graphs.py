@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.of_backwards = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.stream = _stream_of_records(torch.cuda.current_device())
         self.recording = False
         """A block is being recorded; its calls run plainly meanwhile."""
 
@@ -64,6 +65,12 @@ class Memory:
             raise
         finally:
             self.recording = False
+
+
+@cache
+def _stream_of_records(device: int) -> torch.cuda.Stream:
+    """Return the same stream at each call: cuBLAS has a workspace of 64 MiB for each one."""
+    return torch.cuda.Stream(device)
 
 
 class GraphedBlock:
