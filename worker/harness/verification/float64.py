@@ -5,6 +5,9 @@ rounding. Parameters are widened where they are used (``shifted_weights``). A di
 autograd widens all other arguments, and replaces lower precisions that the model's code requests
 (``logits.float()``, ``torch.zeros(..., dtype=...)``). Small buffers and attributes get copies in
 float64, because a forward may add to them.
+
+Operations that TorchScript has fused on a GPU never reach the mode. They compute in the precision
+they were compiled for, so a whole number that DeBERTa rounds from a logarithm may differ by one.
 """
 
 from __future__ import annotations

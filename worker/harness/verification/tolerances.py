@@ -25,7 +25,8 @@ class Tolerances:
     by 1.5e-8. The smallest difference of a wrong rule of joining is 3.3e-7."""
     double_rounding: float = 2.0**-9
     """The same under a plan that rounds: half of bf16's machine epsilon, so no more than rounding a
-    single number. DeBERTa-v3-large in bf16 differs by up to 7e-4 on an H200; why is not known."""
+    single number. DeBERTa-v3-large in bf16 differs by up to 7e-4 on an H200: TorchScript has fused
+    the logarithm of its distances in float32, and one that is rounded to an integer changes."""
     coefficient: float = 1e-3
     """Of the coefficients of the chunks' gradients in the batch's gradient, by least squares."""
     residual: float = 0.02
