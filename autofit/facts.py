@@ -61,6 +61,8 @@ class RootFacts:
     batch_doubted: bool = False
     """``batch`` is the first dimension of the arguments, which may be time. No split was
     verified."""
+    unsplittable: str = ""
+    """Why its batch cannot be split, where a check has been made and found so."""
     blocks: int = 0
     """Number of repeated blocks, which checkpointing recomputes."""
     classes: int = 0

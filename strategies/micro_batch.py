@@ -61,6 +61,9 @@ class MicroBatch(Strategy):
         """BatchNorm's statistics depend on the batch, and one sample cannot be split."""
         if any(root.batch_norm for root in facts.roots):
             return "BatchNorm in training mode: a split batch has other statistics"
+        for root in facts.roots:
+            if root.unsplittable:
+                return root.unsplittable
         if facts.called and all(root.batch is None for root in facts.roots):
             return "no tensor argument of the model shows a batch"
         if facts.called and all((root.batch or 1) < 2 for root in facts.roots):

@@ -36,6 +36,7 @@ def explanation_document(found: Explanation) -> dict[str, Any]:
         "phases": {moment.phase: moment.peak for moment in found.inspected.moments},
         "parts": [_part(part) for part in found.parts],
         "techniques": [_technique(each) for each in found.techniques],
+        "unsplittable": found.unsplittable,
         "cards": [
             {
                 "name": card.name,

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from autofit import strategies
 from autofit.exceptions import StorageError, UsageError
 from autofit.facts import Facts, Hardware
 from autofit.inspection import techniques
@@ -17,6 +18,7 @@ from autofit.inspection.prediction import device_bytes, predicted_peak, predicte
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.storage import Store
+from autofit.strategies.micro_batch import AUTO
 from autofit.worker.records.inspection import (
     Growth,
     Inspected,
@@ -70,6 +72,11 @@ class Explanation:
     def by_kind(self) -> dict[Kind, int]:
         """Bytes by kind, in the order of ``Kind``; the sum is what the process occupied."""
         return sizes_by_kind(self.parts)
+
+    @property
+    def unsplittable(self) -> str | None:
+        """Why the batch cannot be split; ``None`` if it can."""
+        return strategies.get("micro_batch").inapplicable(AUTO, self.facts)
 
     @property
     def growths(self) -> tuple[Growth, ...]:

@@ -186,6 +186,8 @@ def _time(each: Technique) -> str:
 
 
 def _legend(found: Explanation) -> Iterator[str]:
+    if found.unsplittable is not None:
+        yield f"the batch cannot be split: {found.unsplittable}"
     bases = {each.basis for each in found.techniques}
     if Basis.PREDICTED in bases:
         yield "predicted: from the tensors of this script, followed through one step"

@@ -73,6 +73,25 @@ def test_the_batches_that_a_script_accumulates_are_in_its_step(tmp_path: Path) -
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("contrastive.py", "the model returns a number that its parts' outputs do not"),
+        ("batch_norm.py", "BatchNorm"),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_no_technique(
+    tmp_path: Path, script: str, reason: str
+) -> None:
+    path = Path(__file__).parents[1] / "scripts" / script
+    found = autofit.explain(path, cwd=tmp_path, storage=tmp_path / "none.db", quiet=True)
+    assert all(each.plan["micro_batch"] == "as_is" for each in found.techniques)
+    assert found.techniques
+    assert f"the batch cannot be split: {reason}" in shown(found)
+    assert reason in explanation_document(found)["unsplittable"]
+
+
+@pytest.mark.quick
 def test_the_leaking_line_is_named(found: Explanation) -> None:
     assert found.growths
     leak = found.growths[0]

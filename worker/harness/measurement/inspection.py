@@ -18,6 +18,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
+from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.measurement import leaks, snapshot
 from autofit.worker.harness.measurement.allocations import (
     AllocationLog,
@@ -38,7 +39,9 @@ from autofit.worker.harness.session.call_runner import OUTSIDE
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
+from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.meter import Meter
+from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import classify
 from autofit.worker.records.inspection import Inspected, Inspection, Kind, PlainSteps
 from autofit.worker.records.trials import (
@@ -82,6 +85,8 @@ class InspectedRun(Session):
         self._result: Inspected | None = None
         self._sent = False
         self._compiles = False
+        self._tries_split = False
+        """The present step, the last one, finds out whether the batch can be split."""
         self._blocks: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
         """The repeated blocks of each root."""
         self._step_began = 0
@@ -163,12 +168,22 @@ class InspectedRun(Session):
         """Return what runs a call, and notes what it returns."""
 
         def call() -> Any:
+            if self._tries_split:
+                self._try_split(root, Batch.of(args, without_cache(root.module, kwargs)))
             output = run()
             if self._plan.neutral:  # to look at a split call's lazy output would compute it whole
                 self._log.mark_returned(output)
             return output
 
         return call
+
+    def _try_split(self, root: HarnessRoot, batch: Batch) -> None:
+        """Learn whether calls of ``root`` can be split."""
+        assert root.facts is not None, "the first step has described it"
+        try:
+            attempt(lambda: root.layout(batch))
+        except Refused as refusal:
+            root.learn(replace(root.facts, unsplittable=str(refusal)))
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass, and note which operations belong to it."""
@@ -200,6 +215,8 @@ class InspectedRun(Session):
             os._exit(0)
         self.meter.synchronize()
         self.meter.sample()
+        if self._tries_split:
+            self._end()
         checked = self.proven()
         self._log.step = self.steps
         self._graph_open = False
@@ -210,7 +227,10 @@ class InspectedRun(Session):
         elif self._result is not None:
             self._seconds.append(time.perf_counter() - self._clock)
             if len(self._seconds) == self._asked_for.plain:
-                self._end()
+                self._result = replace(self._result, plain=self._plain())
+                self._tries_split = self._plan.neutral
+                if not self._tries_split:
+                    self._end()
         else:
             self._followed += 1
             self.reads.stop()
@@ -332,7 +352,7 @@ class InspectedRun(Session):
             self._summarize()
         if self._result is not None:
             self._sent = True
-            self._reporter.send(replace(self._result, plain=self._plain()))
+            self._reporter.send(replace(self._result, plain=self._result.plain or self._plain()))
 
     def _send_failed(self, requested: int | None) -> None:
         """Send what held the memory when an allocation failed."""
@@ -352,6 +372,8 @@ class InspectedRun(Session):
 
     def _end(self) -> NoReturn:
         self.over = True
+        if self._tries_split:
+            self.learn(roots=tuple(root.facts for root in self.roots if root.facts is not None))
         self._send()
         self._reporter.send(Finished(steps=self.steps, stopped=True))
         timer = threading.Timer(GRACE, os._exit, (0,))
