@@ -12,7 +12,7 @@ from autofit.exceptions import UsageError
 from autofit.inspection.options import CheckOptions, ExplainOptions
 from autofit.launch_lines import Launch, understand
 from autofit.launch_lines.span import span
-from autofit.launch_lines.target import check_file, launch_of
+from autofit.launch_lines.target import check_file, check_syntax, launch_of
 from autofit.storage.url import default_url, to_url
 from autofit.tuning.options import SearchOptions
 
@@ -53,10 +53,12 @@ def search_options(launch: Launch, given: Mapping[str, Any]) -> SearchOptions:
     """Return the options of a search of ``launch``.
 
     ``given``: values by the names of fields, as ``SearchOptions`` holds them; ``storage`` may be a
-    path or ``None``. Raises ``UsageError`` for values that exclude each other.
+    path or ``None``. Raises ``UsageError`` for values that exclude each other, and ``ScriptError``
+    if the script is not Python.
     """
     if both := given["only"] & given["without"]:
         raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
+    check_syntax(launch.script)
     ranks, why = span(launch, given["gpus"], given["gpus_per_trial"])
     other = ranks != launch.ranks  # the launch line would start the wrong number of ranks
     return SearchOptions(
@@ -88,4 +90,5 @@ def _single(launch: Launch, command: str) -> Launch:
             f"autofit {command} follows the memory of one process, not of {launch.ranks}: give the"
             " script without its launcher, or with one process"
         )
+    check_syntax(launch.script)
     return launch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from autofit.exceptions import UsageError
+from autofit.exceptions import ScriptError, UsageError
 from autofit.launch_lines import MODULES, REPLACED, Launch
 from autofit.worker.records.trials import Script
 
@@ -29,3 +30,16 @@ def check_file(path: str, cwd: str) -> None:
         raise UsageError(f"{path!r} is a folder: give the script, or -m MODULE")
     if not found.is_file():
         raise UsageError(f"there is no script {path!r}")
+
+
+def check_syntax(script: Script) -> None:
+    """Raise ``ScriptError`` if a script is not valid Python; a module is not looked at."""
+    path = Path(script.cwd, script.target)
+    if script.module or not path.is_file():
+        return
+    try:
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, before Python 3.12
+        shown = "".join(traceback.format_exception_only(error))
+        line = f"{script.target}: {type(error).__name__}: {error}"
+        raise ScriptError(line, shown) from None

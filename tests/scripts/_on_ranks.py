@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.scripts._runner import Asked, Done, Runs, assert_same_state, assert_same_text
-from tests.scripts.test_styles import STYLES, Style
+from tests.scripts._styles import STYLES, Style
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "ranks.md"
 LEVELS = {

@@ -310,6 +310,20 @@ def test_what_makes_no_sense_is_one_line_and_leaves_nothing(
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
+@pytest.mark.parametrize("command", ["search", "explain"])
+@pytest.mark.quick
+def test_what_is_not_python_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import torch\nx = = 3\n")
+    plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True)
+    assert main([command, "train.py"]) == plain.returncode == 1
+    line = "autofit: train.py: SyntaxError: invalid syntax (train.py, line 2)\n"
+    assert capsys.readouterr().err == plain.stderr + line
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 @pytest.mark.full
 def test_two_searches_of_one_study(
     script: Write, trials: Trials, command: Callable[..., object], capsys: Captured
