@@ -43,6 +43,7 @@ def search(
     headroom: float = 5.0,
     gpus: int | None = None,
     gpus_per_trial: int | None = None,
+    device: str | None = None,
     storage: str | os.PathLike[str] | None = None,
     address: str | None = None,
     fresh: bool = False,
@@ -78,6 +79,7 @@ def search(
         headroom: Percent of the device to leave free if ``memory`` is not given.
         gpus: GPUs that may be used.
         gpus_per_trial: GPUs each training spans.
+        device: ``"cpu"`` where no GPU is visible, so that ``gpus`` counts processes on the CPU.
         storage: A file or an SQLAlchemy URL; by default ``$AUTOFIT_STORAGE`` or ``autofit.db``.
         address: A running Ray cluster.
         fresh: Open a new study; the old one is kept.

@@ -58,6 +58,8 @@ def search_options(launch: Launch, given: Mapping[str, Any]) -> SearchOptions:
     """
     if both := given["only"] & given["without"]:
         raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
+    if (device := given.get("device")) not in (None, "cpu"):
+        raise UsageError(f"--device {device}: only cpu can be given; visible GPUs are used")
     check_syntax(launch.script)
     ranks, why = span(launch, given["gpus"], given["gpus_per_trial"])
     other = ranks != launch.ranks  # the launch line would start the wrong number of ranks

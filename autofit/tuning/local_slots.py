@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
-from autofit.exceptions import WorkerError
+from autofit.exceptions import UsageError, WorkerError
 from autofit.strategies import Hardware
 from autofit.strategies.ranks import Ranks
 from autofit.tuning.cards import choose
@@ -72,13 +72,19 @@ class LocalSlots:
         With several slots, an idle slot starts the script ahead instead.
         """
         if self.device == "cuda":
+            if options.device is not None:
+                raise UsageError(
+                    f"--device {options.device}: GPUs are visible; CUDA_VISIBLE_DEVICES='' hides"
+                    " them from the search and from the script"
+                )
             self._choose()
         else:
             meter.require_cap(self.device)
             self.count = CPU_SLOTS
-            if options.gpus is not None:
-                self.lines = (
-                    f"--gpus {options.gpus}: no GPU is visible. The search uses the CPU.",
+            if options.gpus is not None and options.device is None:
+                raise UsageError(
+                    f"--gpus {options.gpus}: no GPU is visible; leave it out, or add --device cpu"
+                    f" to spread a training over {options.gpus} processes on the CPU"
                 )
             self.spread = self._spread(options.gpus or 1)
             self.hardware = meter.hardware(self.device)

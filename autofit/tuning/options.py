@@ -105,6 +105,10 @@ class SearchOptions:
             "K",
         ),
     )
+    device: str | None = field(
+        default=None,
+        metadata=flag("Where no GPU is visible: cpu, for --gpus on the CPU.", Kind.TEXT, "cpu"),
+    )
     storage: str = field(
         metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
     )

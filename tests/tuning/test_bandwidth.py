@@ -58,7 +58,7 @@ def test_a_search_measures_it_once(
     trials: Callable[..., tuple[TrialRecord, ...]],
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    options = ("--gpus", "2", "--memory", "256MiB", "--only", "ranks")
+    options = ("--gpus", "2", "--device", "cpu", "--memory", "256MiB", "--only", "ranks")
     done = command("search", "train.py", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     spread = [trial for trial in trials(tmp_path) if trial.plan == Plan.of({"ranks": "2"})]

@@ -13,7 +13,7 @@ import pytest
 
 from autofit.analysis import acquisition
 from autofit.analysis.candidates import Launch
-from autofit.exceptions import WorkerError
+from autofit.exceptions import UsageError, WorkerError
 from autofit.storage import Purpose, State, Store
 from autofit.tuning import local_slots
 from autofit.tuning.controller import search
@@ -102,15 +102,15 @@ def test_memory_that_others_take_again_and_again_ends_the_search(options: Search
 
 
 @pytest.mark.quick
-def test_gpus_that_are_not_there_are_said(options: SearchOptions) -> None:
+def test_gpus_that_are_not_there_are_refused(options: SearchOptions) -> None:
     assert local_slots.LocalSlots(options).lines == ()
-    slots = local_slots.LocalSlots(replace(options, gpus=4))
-    assert slots.lines == (
-        "--gpus 4: no GPU is visible. The search uses the CPU.",
-        local_slots.ONE_FIRST.format(4),
-    )
+    with pytest.raises(UsageError, match=r"--gpus 4: no GPU is visible; .* --device cpu"):
+        local_slots.LocalSlots(replace(options, gpus=4))
+    options = replace(options, gpus=4, device="cpu")
+    slots = local_slots.LocalSlots(options)
+    assert slots.lines == (local_slots.ONE_FIRST.format(4),)
     assert slots.spread == 4
-    assert local_slots.LocalSlots(replace(options, gpus=4, gpus_per_trial=1)).spread == 1
+    assert local_slots.LocalSlots(replace(options, gpus_per_trial=1)).spread == 1
 
 
 @pytest.mark.full

@@ -222,7 +222,18 @@ def test_a_search_on_two_processes(
 ) -> None:
     """Plans are found in one process, then in two; ``run`` starts what won."""
     (tmp_path / "train.py").write_text(WIDE)
-    options = ("--gpus", "2", "--memory", "256MiB", "--allow", "exact", "--trials", "8")
+    options = (
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--memory",
+        "256MiB",
+        "--allow",
+        "exact",
+        "--trials",
+        "8",
+    )
     done = command("search", "train.py", *options, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found, finished = json.loads(done.stdout), trials(tmp_path)

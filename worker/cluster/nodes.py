@@ -137,8 +137,9 @@ def _on_cpus(nodes: Iterable[Node], gpus: int | None) -> Places:
     slots = {node.id: 1 for node in nodes if node.cpus}
     if not slots:
         raise UsageError("Ray has no CPU on any node of the cluster: start a node with --num-cpus")
-    lines = () if gpus is None else (f"--gpus {gpus}: the cluster has no GPU, CPUs are used",)
-    return Places(device="cpu", model="", slots=slots, lines=lines)
+    if gpus is not None:
+        raise UsageError(f"--gpus {gpus}: the cluster has no GPU; leave it out to use its CPUs")
+    return Places(device="cpu", model="", slots=slots, lines=())
 
 
 def _capacities(nodes: Iterable[Node], model: str, each: int) -> dict[str, int]:
