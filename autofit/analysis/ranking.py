@@ -8,10 +8,11 @@ from dataclasses import replace
 from autofit.analysis.frontier import Point, frontier, pareto, points
 from autofit.analysis.result import Result
 from autofit.analysis.speeds import margin, variation
-from autofit.analysis.verdicts import TIE, best_plan, corrected, fits, tainted
+from autofit.analysis.verdicts import best_plan, corrected, fits, tainted
 from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
+from autofit.strategies import AS_IS, Fidelity
 from autofit.units import exact_size, format_size
 from autofit.worker.records.phases import Seconds, added
 from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
@@ -201,31 +202,43 @@ def winning(
 ) -> TrialRecord | None:
     """Return the trial whose plan is the result; ``None`` if no plan fits.
 
-    If confirmation runs fit, the winner is one of them: of those within ``TIE`` of the fastest, the
-    one with the lowest peak. Otherwise it is the fastest trial of the search whose plan has no
-    confirmation run and did not drift.
+    If confirmation runs fit, the winner is one of them: of those that are as fast as the fastest,
+    within ``margin``, the one that changes least, then the one with the lowest peak. Otherwise it
+    is the fastest trial of the search whose plan has no confirmation run and did not drift.
     """
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = [trial for trial in confirmed if fits(trial, budget)]
     if not again:
         return next(iter(_unconfirmed(trials, budget, horizon)), None)
-    fastest = max(_speed(trial, horizon) for trial in again)
-    tied = [trial for trial in again if _speed(trial, horizon) >= (1 - TIE) * fastest]
-    return min(tied, key=_peak)
+    fastest = max(again, key=lambda trial: _speed(trial, horizon))
+    tied = [trial for trial in again if _as_fast(trial, fastest, horizon)]
+    return min(tied, key=lambda trial: (_extent(trial), _peak(trial)))
 
 
-def baseline_was_faster(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> bool:
-    """Return whether the script as it is was faster than the confirmed winner.
+def extent(plan: Plan) -> tuple[Fidelity, int, bool]:
+    """Return how much a plan changes, to compare plans: fidelity first, then number of levels.
 
-    The script as it is then needs a confirmation run too, because speeds measured at different
-    times are not comparable. Returns ``False`` if it has one, or if the winner has none.
+    A plan that splits the batch changes more than another one with as many levels.
+    """
+    return plan.fidelity(), len(plan.changes), plan["micro_batch"] != AS_IS
+
+
+def simpler_unconfirmed(
+    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+) -> Plan | None:
+    """Return an unconfirmed plan that changes less than the confirmed winner and was as fast.
+
+    Of several, the one that changes least: the script as it is, if it is among them. It needs a
+    confirmation run, because speeds measured at different times are not comparable. ``None`` if
+    there is no such plan, or if the winner has no confirmation run.
     """
     winner = winning(trials, budget, horizon)
-    again = any(t.plan.neutral and t.purpose is Purpose.CONFIRM for t in trials)
-    if winner is None or winner.purpose is not Purpose.CONFIRM or again:
-        return False
-    as_is = next((t for t in ranked(trials, budget, horizon) if t.plan.neutral), None)
-    return as_is is not None and _speed(as_is, horizon) > _speed(winner, horizon)
+    if winner is None or winner.purpose is not Purpose.CONFIRM:
+        return None
+    left = _unconfirmed(trials, budget, horizon)
+    tied = [trial for trial in left if _as_fast(trial, winner, horizon)]
+    simplest = min(tied, key=_extent, default=winner)
+    return best_plan(simplest) if _extent(simplest) < _extent(winner) else None
 
 
 def faster_unconfirmed(
@@ -283,6 +296,18 @@ def ranked_sound(
 
 def _speed(trial: TrialRecord, horizon: int = HORIZON) -> float:
     return trial.measurement.charged(horizon) if trial.measurement else 0.0
+
+
+def _as_fast(trial: TrialRecord, other: TrialRecord, horizon: int) -> bool:
+    """Return whether a measured trial is not slower than another by more than ``margin``."""
+    assert trial.measurement is not None, "it fits"
+    assert other.measurement is not None, "it fits"
+    more = 1 + margin(trial.measurement, other.measurement)
+    return more * _speed(trial, horizon) >= _speed(other, horizon)
+
+
+def _extent(trial: TrialRecord) -> tuple[Fidelity, int, bool]:
+    return extent(best_plan(trial))
 
 
 def _peak(trial: TrialRecord) -> int:

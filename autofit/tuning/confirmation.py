@@ -28,7 +28,7 @@ class Confirmation:
         self._history, self._proposer, self._measure_again = history, proposer, measure_again
 
     def confirm(self) -> None:
-        """Measure the winner again; if it is clearly slower now, also the next fastest plan."""
+        """Measure the winner again; then plans that may be faster, and one that changes less."""
         history = self._history
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
         if not history.time_to_confirm():
@@ -40,8 +40,8 @@ class Confirmation:
             if history.late() or (faster := history.faster_unconfirmed()) is None:
                 break
             self._measure_again(faster)
-        if history.baseline_was_faster():
-            self._measure_again(Plan())
+        if (simpler := history.simpler_unconfirmed()) is not None:
+            self._measure_again(simpler)
         for plan in fastest:
             self._tell_replacement(plan)
 

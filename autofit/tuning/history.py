@@ -11,10 +11,10 @@ from functools import cached_property
 from autofit import strategies
 from autofit.analysis.acquisition import START_SECONDS
 from autofit.analysis.ranking import (
-    baseline_was_faster,
     faster_unconfirmed,
     ranked,
     ranked_sound,
+    simpler_unconfirmed,
     winning,
 )
 from autofit.analysis.verdicts import (
@@ -216,10 +216,10 @@ class History:
         now = self.now
         return winning(now.all_finished, now.budget, now.horizon)
 
-    def baseline_was_faster(self) -> bool:
-        """Return whether the script without a plan was faster than the present winner."""
+    def simpler_unconfirmed(self) -> Plan | None:
+        """Return a plan that changes less than the present winner and may be as fast."""
         now = self.now
-        return baseline_was_faster(now.all_finished, now.budget, now.horizon)
+        return simpler_unconfirmed(now.all_finished, now.budget, now.horizon)
 
     def faster_unconfirmed(self) -> Plan | None:
         """Return the plan that may be far faster than the present winner, if there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+from autofit.analysis.ranking import extent
 from autofit.analysis.speeds import margin
 from autofit.analysis.verdicts import PHASES, best_plan, closest, fits
 from autofit.exceptions import NothingFits, ScriptError, UsageError
@@ -75,10 +76,12 @@ def replaced(
         budget: Bytes of a device.
         horizon: Optimizer steps over which the time to compile is charged.
     """
-    return f"{best_plan(winner)} replaces {first}, {_why(again, winner, budget, horizon)}"
+    return f"{best_plan(winner)} replaces {first}, {_why(first, again, winner, budget, horizon)}"
 
 
-def _why(again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int) -> str:
+def _why(
+    first: Plan, again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon: int
+) -> str:
     held = [trial.measurement for trial in again if fits(trial, budget)]
     old, new = held[-1] if held else None, winner.measurement
     if old is None or new is None:
@@ -89,6 +92,8 @@ def _why(again: Sequence[TrialRecord], winner: TrialRecord, budget: int, horizon
     if slower > same:
         return f"which was {100 * slower:.0f} % slower in the confirmation runs"
     spread = f"{100 * same:.0f} %"
+    if extent(best_plan(winner)) < extent(first):
+        return f"which was not faster by more than the spread ({spread}), and changes more"
     more = old.peak_device - new.peak_device
     if more <= 0:
         return f"which was slower in the confirmation runs, by less than their spread ({spread})"

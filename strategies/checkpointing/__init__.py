@@ -46,8 +46,8 @@ class Checkpointing(Strategy):
     stores the number that it finds.
 
     Hugging Face models use their own checkpointing, which also keeps the key-value cache from
-    being written twice. In other models each block runs through ``torch.utils.checkpoint``. It
-    replays the random draws, so the gradients are the same.
+    being written twice. In other models each block runs through ``torch.utils.checkpoint``. The
+    random draws are repeated, so the gradients are the same.
     """
 
     name = "checkpointing"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
+from autofit.strategies.support.draws import Draws
 
 STATISTICS_CHANGED = (
     "a block ran in evaluation, and its batch statistics changed before its backward"
@@ -43,7 +44,34 @@ def plainly(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # the compiler manages the casts
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     with casts_anew():
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(_drawing_again(forward), *args, use_reentrant=False, **kwargs)
+
+
+def _drawing_again(forward: Forward) -> Forward:
+    """Return ``forward``, whose second run draws the first one's numbers of Python and NumPy.
+
+    torch itself repeats what its own generators have drawn.
+    """
+    first: Draws | None = None
+    ran = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first, ran
+        if not ran:
+            ran, before = True, Draws.now()
+            output = forward(*args, **kwargs)
+            first = before if Draws.now() != before else None
+            return output
+        if first is None:
+            return forward(*args, **kwargs)
+        now = Draws.now()
+        first.restore()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            now.restore()
+
+    return call
 
 
 Modes = list[tuple[nn.Module, bool]]

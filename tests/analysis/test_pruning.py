@@ -12,7 +12,7 @@ import pytest
 from autofit import strategies
 from autofit.analysis.candidates import within_reach
 from autofit.analysis.pruning import dominated, max_micro_batch
-from autofit.analysis.ranking import baseline_was_faster, ranked_sound, winning
+from autofit.analysis.ranking import ranked_sound, simpler_unconfirmed, winning
 from autofit.analysis.verdicts import (
     amended,
     best_plan,
@@ -645,16 +645,44 @@ def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
         return replace(trial, report=report, purpose=purpose)
 
     search = [measured(BF16, 0.5), measured(Plan(), 1.0)]
-    assert not baseline_was_faster(search, 100), "nothing was measured again"
+    assert simpler_unconfirmed(search, 100) is None, "nothing was measured again"
     as_expected = measured(BF16, 0.9, Purpose.CONFIRM)
-    assert not baseline_was_faster([*search, as_expected], 100)
+    assert simpler_unconfirmed([*search, as_expected], 100) is None
     slower = measured(BF16, 1.2, Purpose.CONFIRM)
-    assert baseline_was_faster([*search, slower], 100)
+    assert simpler_unconfirmed([*search, slower], 100) == Plan()
     slower_too = measured(Plan(), 1.3, Purpose.CONFIRM)
-    assert not baseline_was_faster([*search, slower, slower_too], 100)
+    assert simpler_unconfirmed([*search, slower, slower_too], 100) is None
     assert winning([*search, slower, slower_too], 100) is slower
     as_is = measured(Plan(), 1.1, Purpose.CONFIRM)
     assert winning([*search, slower, as_is], 100) is as_is
+
+
+def test_of_plans_that_are_as_fast_the_one_that_changes_least_is_kept(
+    ended: Ended, measurement: Callable[..., Measurement]
+) -> None:
+    def measured(plan: Plan, seconds: float, purpose: Purpose = Purpose.SEARCH) -> TrialRecord:
+        trial = ended(plan, verdict=Verdict.MEASURED)
+        assert trial.report is not None
+        report = replace(trial.report, measurements=(measurement(8, seconds, 50),))
+        return replace(trial, report=report, purpose=purpose)
+
+    both = BF16.replace(checkpointing="all")
+    search = [
+        measured(BF16, 0.98),
+        measured(both, 0.97),
+        measured(ALL, 0.99),
+        measured(SPLIT, 0.99),
+    ]
+    confirmed = measured(both, 0.97, Purpose.CONFIRM)
+    assert simpler_unconfirmed([*search, confirmed], 100) == ALL
+    exact = measured(ALL, 0.99, Purpose.CONFIRM)
+    assert winning([*search, confirmed, exact], 100) is exact, "exact before rounding"
+    slower = measured(ALL, 1.01, Purpose.CONFIRM)
+    assert winning([*search, confirmed, slower], 100) is confirmed, "the gain is clear"
+    fewer = measured(BF16, 0.97, Purpose.CONFIRM)
+    assert winning([*search, confirmed, fewer], 100) is fewer, "fewer levels before more"
+    split = measured(SPLIT, 0.99, Purpose.CONFIRM)
+    assert winning([*search, split, exact], 100) is exact, "the whole batch before chunks"
 
 
 def _fields(root: RootFacts) -> dict[str, object]:

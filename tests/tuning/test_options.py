@@ -43,6 +43,7 @@ GIVEN: dict[str, Any] = {
     "headroom": 7.5,
     "gpus": 4,
     "gpus_per_trial": 2,
+    "device": "cpu",
     "storage": "trials.db",
     "address": "auto",
     "fresh": True,

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
+
+from autofit.strategies.support.draws import Draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomState:
     """The state of the default generators: torch's, Python's and NumPy's.
 
-    It has torch's generator of the CPU and of every CUDA device in use, and NumPy's if it is
-    loaded. Some models drop whole layers or mask spans of their input with Python's or NumPy's.
+    It has torch's generator of the CPU and of every CUDA device in use.
     """
 
     cpu: torch.Tensor
     cuda: tuple[torch.Tensor, ...]
     """One state for each device; empty if CUDA is not in use."""
-    python: tuple[Any, ...] | None
-    numpy: Any
+    elsewhere: Draws | None
+    """Python's and NumPy's generators, if they were looked at."""
 
     @classmethod
     def now(cls, *, elsewhere: bool = True) -> Self:
         """Save the state; without ``elsewhere`` only torch's generators, in 1 us instead of 30."""
-        numpy = sys.modules.get("numpy.random") if elsewhere else None
         return cls(
             torch.get_rng_state(),
             tuple(generator.get_state() for generator in _cuda_generators()),
-            random.getstate() if elsewhere else None,
-            numpy.get_state(legacy=False) if numpy else None,
+            Draws.now() if elsewhere else None,
         )
-
-    @property
-    def elsewhere(self) -> tuple[object, ...]:
-        """The states of Python's and NumPy's generators, for comparison."""
-        return self.python, pickle.dumps(self.numpy)
 
     def restore(self) -> None:
         """Restore all generators to this state."""
@@ -52,10 +43,8 @@ class RandomState:
 
     def restore_elsewhere(self) -> None:
         """Restore Python's and NumPy's generators to this state."""
-        if self.python is not None:
-            random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+        if self.elsewhere is not None:
+            self.elsewhere.restore()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):
