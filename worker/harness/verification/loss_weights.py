@@ -162,11 +162,14 @@ def varied(part: Batch, layout: Layout, observer: Observer) -> Batch:
             elif many:
                 entries[:1] = 0
                 last.fill_(observer.ignored.get(index, int(last)))
+                rows[1:2] = observer.ignored.get(index, IGNORED)
         elif is_mask(before):
             if many and bool(entries[-2] == last):
                 last.copy_(1 - last.to(torch.int8))
         elif rows.is_floating_point() or observer.looked_up(part.leaves[index]):
             entries[:1] = 0
+        elif many:
+            rows[1:2] = 0
         found.leaves[index] = rows.movedim(0, layout.dim).contiguous()
         found.leaves[index].requires_grad_(part.leaves[index].requires_grad)
     return found

@@ -301,7 +301,7 @@ class _SplitCheck:
         on a singular matrix for example.
         """
         runner, part, possible = comparison.runner, comparison.part, comparison.possible
-        runner.weights.move = far
+        runner.weights.move, comparison.second = far, True
 
         def run() -> Whole:
             first.after.restore()

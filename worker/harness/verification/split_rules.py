@@ -39,6 +39,15 @@ from autofit.worker.oom.attempt import attempt_model
 
 PIECE = 1 << 24
 """The number of entries that are compared at a time."""
+STEEP = 2.0**20
+"""A factor of a chunk's incoming gradient. It is a power of two, which rounds nothing: a backward
+that is linear gives gradients that are larger by just this factor."""
+LOUD = 2.0**7
+"""A factor of one sample's incoming gradient."""
+NOT_LINEAR = (
+    "the model changes gradients in its backward by their size, as clipping does, and a part of the"
+    " batch has other gradients"
+)
 CLOSER = 10
 """An output must be this many times closer to its own sample's output than to another sample's."""
 
@@ -223,7 +232,7 @@ class Comparison:
         """Which outputs have a gradient."""
         self._labels: list[Labels] = []
         self._divisors: list[Labels] = []
-        self._confirms = False
+        self.second = False
         """The first point has been compared."""
 
     @property
@@ -250,7 +259,8 @@ class Comparison:
         """Run the backward of ``output``, that of all samples; empties its graph."""
         after = Snapshot(self.runner.weights.module)
         values = output.without_graph()
-        gradients = self._gradients(output, [self._cotangent(leaf) for leaf in values.leaves])
+        cotangents = [self._cotangent(index, leaf) for index, leaf in enumerate(values.leaves)]
+        gradients = self._gradients(output, cotangents)
         if gradients is not None:
             refuse_changes_in_backward(after, Snapshot(after.module, copies=False))
         return Whole(values, gradients, start, after)
@@ -278,7 +288,6 @@ class Comparison:
         It does not if outputs are not finite. Outputs that were the same for all chunks may differ
         here.
         """
-        self._confirms = True
         if not _finite(whole.output):
             return False
         cuts = [(0, 1), (1, self.size)]
@@ -341,13 +350,27 @@ class Comparison:
     def _compare(self, whole: Whole, chunks: list[Output], cuts: Sequence[Cut]) -> None:
         """Narrow the rules by what chunks gave; raise ``Mismatch`` if gradients do not add up."""
         self.possible = self._holding(whole.output, chunks, cuts, self.part)
-        pieces = [
-            self._gradients(chunk, self._shares(whole, cut))
-            for chunk, cut in zip(chunks, cuts, strict=True)
-        ]
+        scaled = STEEP if self.criterion is DOUBLE else 1.0
+        *pieces, last = (
+            self._gradients(chunk, self._shares(whole, cut, scale))
+            for chunk, cut, scale in zip(
+                chunks, cuts, [*([1.0] * (len(cuts) - 1)), scaled], strict=True
+            )
+        )
         there = [each for each in pieces if each is not None]
-        if whole.gradients is not None and there:
-            self.criterion.refuse(there, whole.gradients, self._names(whole.gradients))
+        steep = [] if last is None else [[each / scaled for each in last]]
+        if whole.gradients is None or not (there or steep):
+            return
+        names = self._names(whole.gradients)
+        try:
+            self.criterion.refuse([*there, *steep], whole.gradients, names)
+        except Mismatch:
+            plain = self._gradients(
+                self._started(whole.start, self.part, cuts[-1]), self._shares(whole, cuts[-1])
+            )
+            same = [] if plain is None else [plain]
+            self.criterion.refuse([*there, *same], whole.gradients, names)
+            raise Refused(NOT_LINEAR) from None
 
     def _names(self, gradients: Digest) -> list[str]:
         arguments = len(gradients) - len(self.parameters)
@@ -410,7 +433,7 @@ class Comparison:
         for index, (expected, possible) in enumerate(zip(whole.leaves, self.possible, strict=True)):
             column = [chunk.leaves[index] for chunk in chunks]
             good = [join for join in possible if self._holds(join, part, cuts, column, expected)]
-            if not good and not (self._confirms and possible[0].rule is Rule.SAME):
+            if not good and not (self.second and possible[0].rule is Rule.SAME):
                 raise Mismatch(_mismatch_text(expected, whole.place(index)))
             holding.append(good or possible)
         return holding
@@ -455,25 +478,39 @@ class Comparison:
 
     # --- gradients -------------------------------------------------------------------------
 
-    def _cotangent(self, leaf: Any) -> torch.Tensor | None:
-        """Return the incoming gradient of an output of all samples; ``None`` if it has none."""
+    def _cotangent(self, index: int, leaf: Any) -> torch.Tensor | None:
+        """Return the incoming gradient of an output of all samples; ``None`` if it has none.
+
+        At the second point, the first sample's is far larger than the others'. A backward that
+        compares the samples of a batch, to leave some out, then differs in a part of the batch.
+        """
         if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
             return None
         if leaf.numel() == 1:
             return torch.full_like(leaf, self.criterion.scale)
-        return pattern(leaf, 0, 0).mul_(self.criterion.scale * self.size / leaf.numel())
+        found = pattern(leaf, 0, 0).mul_(self.criterion.scale * self.size / leaf.numel())
+        if self.second and self.criterion is DOUBLE and self.possible[index][0].rows:
+            view, dim = self.possible[index][0].by_sample(found, self.size)
+            view.select(dim, 0).mul_(LOUD)
+        return found
 
-    def _shares(self, whole: Whole, cut: Cut) -> list[torch.Tensor | None]:
-        """Return the incoming gradients of a chunk's outputs: its share of those of the whole."""
+    def _shares(self, whole: Whole, cut: Cut, scale: float = 1.0) -> list[torch.Tensor | None]:
+        """Return the incoming gradients of a chunk's outputs: its share of those of the whole.
+
+        They are multiplied by ``scale``.
+        """
         shares: list[torch.Tensor | None] = []
-        for leaf, joins in zip(whole.output.leaves, self.possible, strict=True):
-            join, cotangent = joins[0], self._cotangent(leaf)
+        pairs = zip(whole.output.leaves, self.possible, strict=True)
+        for index, (leaf, joins) in enumerate(pairs):
+            join, cotangent = joins[0], self._cotangent(index, leaf)
             if cotangent is not None and join.rows:
                 view, dim = join.by_sample(cotangent, self.size)
                 cotangent = join.flat(view.narrow(dim, cut[0], cut[1] - cut[0]))
             elif cotangent is not None and join.scalar:
                 weight = self.layout.weights(join, self.part).of(cut)
                 cotangent = cotangent * weight if weight else None
+            if cotangent is not None and scale != 1.0:
+                cotangent = cotangent * scale
             shares.append(cotangent)
         return shares
 
