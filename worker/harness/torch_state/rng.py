@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +35,17 @@ class RandomState:
             tuple(generator.get_state() for generator in _cuda_generators()),
             Draws.now() if elsewhere else None,
         )
+
+    @classmethod
+    def seeded(cls, seed: int) -> Self:
+        """Return the present state, with Python's and NumPy's generators seeded."""
+        now = cls.now()
+        random.seed(seed)
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(seed)
+        seeded = cls.now()
+        now.restore_elsewhere()
+        return seeded
 
     def restore(self) -> None:
         """Restore all generators to this state."""

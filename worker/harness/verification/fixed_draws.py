@@ -3,8 +3,9 @@
 A forward of a batch can then be compared with forwards of its parts. The mode works below autograd,
 where every operator of torch that draws has a tag. Dropout keeps all entries. A draw for each
 sample depends on the sample only. A random order of the samples becomes the reversed order, which
-no part of the batch can reproduce. ``unknown`` has the names of other operators that draw. Python's
-and NumPy's generators start from the same state each time.
+no part of the batch can reproduce. A draw for the whole batch is ``chance``, because a model may
+mix its samples only if such a number is low, or high. ``unknown`` has the names of other operators
+that draw. Python's and NumPy's generators start from the same state each time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ RATES = ("dropout_p", "dropout")
 """Argument names of the dropout rate of fused kernels."""
 
 
+USUAL, LOW, HIGH = 0.5, 0.02, 0.98
+"""What a draw for the whole batch may be."""
+
+
 class FixedDraws(TorchDispatchMode):
     """Replaces the operators that draw.
 
@@ -38,6 +43,10 @@ class FixedDraws(TorchDispatchMode):
         """Names of operators that drew random numbers because no fixed value is known."""
         self.drew = False
         """The model would have drawn random numbers."""
+        self.chance = USUAL
+        """What is drawn for the whole batch, between 0 and 1."""
+        self.for_all = False
+        """The model has drawn for the whole batch."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -66,11 +75,12 @@ class FixedDraws(TorchDispatchMode):
     def numbers(self, like: torch.Tensor) -> torch.Tensor:
         """Return numbers between 0 and 1 in the shape of ``like``.
 
-        Each sample has one number; all numbers are equal if ``like`` has no rows for samples.
+        Each sample has one number; all are ``chance`` if ``like`` has no rows for samples.
         """
         first, stop = self.cut
         if like.ndim == 0 or like.shape[0] != stop - first:
-            return torch.full_like(like, 0.5, dtype=torch.float64)
+            self.for_all = True
+            return torch.full_like(like, self.chance, dtype=torch.float64)
         samples = torch.arange(first, stop, device=like.device, dtype=torch.float64)
         each = ((samples + 1) * 0.6180339887498949 % 1).view(-1, *[1] * (like.ndim - 1))
         return each.expand(like.shape)

@@ -25,7 +25,7 @@ from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.modules import is_paged
 from autofit.worker.harness.torch_state.reachable_state import Snapshot
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState, autocast_on
-from autofit.worker.harness.verification.fixed_draws import fixed_draws
+from autofit.worker.harness.verification.fixed_draws import HIGH, LOW, USUAL, fixed_draws
 from autofit.worker.harness.verification.float64 import in_float64, soon, widened_batch
 from autofit.worker.harness.verification.loss_weights import (
     LARGEST,
@@ -62,6 +62,9 @@ from autofit.worker.oom.frames import free_frames
 SAMPLES = 4
 """The number of samples in the check: enough for uneven chunks, few enough to be cheap."""
 
+SEEDS = range(6)
+"""Of Python's and NumPy's generators, for a model that draws with them."""
+ELSEWHERE = "it draws with Python or NumPy, whose numbers cannot be repeated for each sample"
 REENTRANT = "the model checkpoints with use_reentrant=True, through which nothing can be verified"
 HALF_SCALE = 2.0**12
 """The loss scale in float16, so that gradients do not underflow."""
@@ -269,7 +272,12 @@ class _SplitCheck:
         first = comparison.whole(output, start)
         if self.gradients:
             escapes.refuse_escapes(first.output.leaves)
-        comparison.first(first)
+        try:
+            comparison.first(first)
+        except Mismatch as mismatch:
+            if not runner.drew_elsewhere:
+                raise
+            raise Mismatch(f"{mismatch}; {ELSEWHERE}") from None
         escapes.refuse_foreign()
         if runner.draws.unknown:
             names = ", ".join(sorted(runner.draws.unknown))
@@ -278,6 +286,7 @@ class _SplitCheck:
             self._compare_sizes(comparison, start, wide=way.wide)
         points, shown = [first], None
         if self.gradients:
+            self._other_draws(comparison, first)
             further, shown = self._second_point(comparison, first)
             points += further
         elif comparison.found.draws and self.module.training:
@@ -285,6 +294,24 @@ class _SplitCheck:
         later = [(each.start, each.after) for each in points[1:] or points]
         updates = state_updates(first.start, first.after, later)
         return replace(comparison.found, updates=updates, shown=shown)
+
+    def _other_draws(self, comparison: Comparison, first: Whole) -> None:
+        """Compare under other draws, if the model draws a number for its whole batch.
+
+        It may join samples only if that number is low, as a mixing of styles does.
+        """
+        runner = comparison.runner
+        others = [(LOW, SEEDS[0])] if runner.draws.for_all or runner.drew_elsewhere else []
+        others += [(HIGH, seed) for seed in SEEDS[1:]] if runner.drew_elsewhere else []
+        for chance, seed in others:
+            runner.draw(chance, seed)
+            first.start.restore()
+            output = runner.run(comparison.part, (0, comparison.size))
+            try:
+                comparison.again(comparison.whole(output, first.start))
+            except Mismatch as mismatch:
+                raise Mismatch(f"{mismatch}, for some of the numbers that it draws") from None
+        runner.draw(USUAL, None)
 
     def _size(self, layout: Layout) -> int:
         return layout.size(self.batch)
@@ -302,6 +329,7 @@ class _SplitCheck:
         """
         runner, part, possible = comparison.runner, comparison.part, comparison.possible
         runner.weights.move, comparison.second = far, True
+        runner.draw(HIGH, None)
 
         def run() -> Whole:
             first.after.restore()

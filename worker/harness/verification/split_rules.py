@@ -171,9 +171,18 @@ class Runner:
         self.layout = layout
         self.draws = draws
         self.weights = weights
-        self._start = RandomState.now()
+        self._own = self._start = RandomState.now()
         self.drew_elsewhere = False
         """A forward has drawn with Python's or NumPy's generator."""
+
+    def draw(self, chance: float, seed: int | None) -> None:
+        """Let the model draw other numbers from now on, beside those that each sample has.
+
+        ``chance``: as in ``FixedDraws``. ``seed``: of Python's and NumPy's generators; ``None`` for
+        their own state.
+        """
+        self.draws.chance = chance
+        self._start = self._own if seed is None else RandomState.seeded(seed)
 
     def run(self, part: Batch, cut: Cut) -> Output:
         """Return the root's output for the samples of ``part`` in ``cut``."""
