@@ -457,7 +457,7 @@ class ChunkedRoot:
         Both must be the same in forward and backward.
         """
         module = self._module()
-        versions = sum(map(version_of, self.parameters)) + sum(map(version_of, self._buffers))
+        versions = sum(map(version_of, self.own)) + sum(map(version_of, self._buffers))
         return (module.training if module is not None else False), versions
 
 
