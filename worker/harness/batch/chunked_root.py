@@ -303,7 +303,9 @@ class ChunkedRoot:
         Only a kind of call that has run in chunks, with one output row a sample, can be delayed.
         ``call`` runs the call at once; ``enter`` returns a context inside the root.
         """
-        if self.seams.compiles_functions or not (self.state.can_delay and self._outlines):
+        if self.seams.compiles_functions or self.seams.differentiates_for_outputs:
+            return None
+        if not (self.state.can_delay and self._outlines):
             return None
         if torch._C._len_torch_dispatch_stack() or saved_by_hooks():  # they are to see the call
             return None

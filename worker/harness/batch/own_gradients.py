@@ -33,7 +33,7 @@ def gradients_through_chunks(
         raise Refused(CREATE_GRAPH, "micro_batch")
     if options.get("is_grads_batched"):
         raise Refused(VECTORIZED, "micro_batch")
-    asked, wanted = _as_tuple(outputs), _as_tuple(inputs)
+    asked, wanted = as_tuple(outputs), as_tuple(inputs)
     calls = _calls_behind(asked)
     edges = [GradientEdge(node, i) for node, call in calls.items() for i in range(call.tracked)]
     found: list[torch.Tensor | None] = [
@@ -86,5 +86,6 @@ def _as_torch_returns(
     return tuple(found)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return the tensors that were given as one tensor or as a sequence."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)

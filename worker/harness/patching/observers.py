@@ -122,6 +122,8 @@ class Seams:
         """Workers of the loader that returned the last batch; ``None`` before the first batch."""
         self.compiles_functions = False
         """The script also compiles functions, such as a loss, which accept plain tensors only."""
+        self.differentiates_for_outputs = False
+        """The script has asked for gradients of tensors that it has computed."""
         self.around: list[Wrapper] = []
         """Wrappers around each call of a model, under every plan."""
         self._readers: list[Reader] = []

@@ -26,7 +26,7 @@ from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
 from autofit.strategies.weights.while_made import device_capacity
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
-from autofit.worker.harness.batch.own_gradients import gradients_through_chunks
+from autofit.worker.harness.batch.own_gradients import as_tuple, gradients_through_chunks
 from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
@@ -317,6 +317,9 @@ class Session:
         """Run ``torch.autograd.grad``; for parameters of a split root, run its chunks again."""
         self.autograd_grad_called()
         refuse_gradient(inputs)
+        self.seams.differentiates_for_outputs |= any(
+            isinstance(each, torch.Tensor) and each.grad_fn is not None for each in as_tuple(inputs)
+        )
         roots = self._split_roots_of(inputs)
         if not roots:
             return run()
@@ -334,7 +337,7 @@ class Session:
 
     def _split_roots_of(self, inputs: Any) -> list[HarnessRoot]:
         """Return the split or sharded roots with parameters among ``inputs``."""
-        asked = {id(each) for each in (inputs if isinstance(inputs, (tuple, list)) else [inputs])}
+        asked = set(map(id, as_tuple(inputs)))
         alive = (root for root in self.roots if root.alive)
         roots = [r for r in alive if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
