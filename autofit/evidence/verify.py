@@ -94,7 +94,8 @@ def verify(
             store.add_evidence(evidence.key, found)
     if report is None or not _is_refused(report):
         return Checked()
-    return Checked(refused=report.reason, blamed=report.blamed)
+    failed = "the script fails under it: " if report.verdict is Verdict.PLAN_FAILED else ""
+    return Checked(refused=failed + report.reason, blamed=report.blamed)
 
 
 def _is_refused(report: TrialReport) -> bool:

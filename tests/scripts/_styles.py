@@ -25,6 +25,7 @@ PAIRS = (
     "the model returns a number that its parts' outputs do not add up to, neither by samples nor by"
     " a count of its labels"
 )
+NOT_LINEAR = "the model changes gradients in its backward by their size"
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 FLOAT32_LOSS = (
     "transformers computes the loss of a causal model in float32, whatever the weights are"
@@ -47,6 +48,8 @@ class Style:
     """Plans that ``make test`` looks at."""
     broken: Mapping[str, str] = field(default_factory=dict)
     """Plan to what is wrong there, to be mended."""
+    redraws: bool = False
+    """A split draws other random numbers, so only the words that are printed are the same."""
     clock: str | None = None
     """What the script prints that depends on the time it took."""
     ranks: int = 1
@@ -151,6 +154,67 @@ STYLES = [
         refusals=dict.fromkeys(("checkpointing", "both"), NO_BLOCKS),
     ),
     Style(script="writes.py"),
+    Style(
+        script="reports/background_images.py",
+        quick=SPLIT,
+        notices={"split": "a batch runs in one piece", "both": "a batch runs in one piece"},
+    ),
+    Style(script="reports/clipped_hidden.py", refusals=split_refused(NOT_LINEAR), quick=SPLIT),
+    Style(script="reports/dpo_adapter.py", quick=SPLIT),
+    Style(
+        script="reports/gradient_filter.py",
+        refusals=split_refused("the gradients of a split batch differ"),
+        quick=SPLIT,
+    ),
+    Style(
+        script="reports/key_queue.py",
+        refusals={
+            **split_refused("the model keeps a part of its forward"),
+            "checkpointing": "other gradients at a second time without the plan",
+        },
+    ),
+    Style(script="reports/layer_jitter.py", redraws=True),
+    Style(script="reports/loss_balancer.py", quick=SPLIT),
+    Style(
+        script="reports/mixed_styles.py",
+        refusals=split_refused("for some of the numbers that it draws"),
+        quick=SPLIT,
+    ),
+    Style(
+        script="reports/prefix_tuning.py",
+        refusals={
+            **split_refused("the model returns a DynamicCache, whose tensors cannot be joined"),
+            "checkpointing": "the script fails under it: RuntimeError",
+        },
+    ),
+    Style(
+        script="reports/recurrent_policy.py",
+        refusals=split_refused("the model raises RuntimeError for a part of the batch"),
+    ),
+    Style(
+        script="reports/reversible.py",
+        refusals={"checkpointing": "the gradients differ", "both": "the gradients differ"},
+    ),
+    Style(script="reports/skip_not_finite.py"),
+    Style(
+        script="reports/spiking.py",
+        refusals={
+            **split_refused("the model keeps a part of its forward"),
+            "checkpointing": "would not change as it does",
+        },
+    ),
+    Style(script="reports/stochastic_depth.py", redraws=True, quick=("checkpointing",)),
+    Style(
+        script="reports/vlm_pictures.py",
+        refusals=split_refused("a call fails under it, and not without it"),
+        tolerance=1e-9,
+    ),
+    Style(
+        script="reports/wav2vec_ctc.py",
+        refusals=split_refused("it draws with Python or NumPy"),
+        tolerance=1e-5,
+        why="the model computes in float32",
+    ),
 ]
 
 ELSEWHERE = {
@@ -182,7 +246,7 @@ def page(text: str) -> str:
 
 
 def _lines() -> Iterator[str]:
-    alike = [style for style in STYLES if not (style.refusals or style.notices)]
+    alike = [style for style in STYLES if not (style.refusals or style.notices or style.redraws)]
     yield from (f"- {_row(style)}" for style in alike)
     yield from ("", "| the script | batch split | blocks checkpointed |", "|---|---|---|")
     for style in STYLES:
@@ -209,7 +273,9 @@ def described(script: str) -> tuple[str, str]:
 def _outcome(style: Style, plan: str) -> str:
     if (reason := style.refusals.get(plan)) is not None:
         return f"refused: {reason}"
-    return style.notices.get(plan, "the same training")
+    drawn = style.redraws and plan == "split"
+    same = "the same training with other random draws" if drawn else "the same training"
+    return style.notices.get(plan, same)
 
 
 if __name__ == "__main__":

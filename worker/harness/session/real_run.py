@@ -184,7 +184,7 @@ class RealRun(Session):
             return
         index, reason, culprit = self._broken
         self._broken, self.index = None, index
-        self._falls_back(reason, culprit)
+        self._falls_back(f"a call fails under it, and not without it: {reason}", culprit)
 
     def _falls_back(
         self, reason: str, blamed: str | None, among: Sequence[int] | None = None

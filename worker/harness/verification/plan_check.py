@@ -97,6 +97,10 @@ class Way(NamedTuple):
     saved: Saved
 
 
+UNREPEATABLE = (
+    "the same samples have other gradients at a second time without the plan, as they have where a"
+    " forward sets weights"
+)
 CHECKPOINTED = Plan.of({"checkpointing": "all"})
 """Once verified, it replaces the plain model where that does not fit."""
 
@@ -332,6 +336,7 @@ def _difference_in_float64(
     ):
         error = max(differences([found], expected), default=0.0) if expected else 0.0
         if error > allowed:
+            unsteady()
             told = _difference_text(f"by {error:.1e}, {allowed:.1e} allowed", what)
             raise Refused(told, blamed)
         largest = max(largest, error)
@@ -385,10 +390,15 @@ def _plain_in_float64(root: CheckedRoot, samples: Batch) -> Effects:
 
 
 def _unsteady(root: CheckedRoot, applied: Plan, samples: Batch, plain: Effects) -> frozenset[str]:
-    """Return the state that differs between two plain runs, such as a stored time."""
+    """Return the state that differs between two plain runs, such as a stored time.
+
+    Raises ``Refused`` if their gradients differ, so that nothing can be said of the plan.
+    """
     root.take_back()
     again = _plain_in_float64(root, samples)
     root.apply(applied)
+    if max(differences([again.gradients], plain.gradients), default=0.0) > TOLERANCES.double:
+        raise Refused(UNREPEATABLE, _blamed(applied))
     return frozenset(_state_differences(plain, again, TOLERANCES.double))
 
 

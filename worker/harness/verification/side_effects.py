@@ -208,6 +208,10 @@ class Escapes:
         if self.witness.still_alive(known):
             gc.collect()
         if any(each.grad_fn is not None for each in held) or self.witness.still_alive(known):
+            objects = [each for each in outputs if hasattr(each, "__dict__") and not _plain(each)]
+            if objects:
+                name = type(objects[0]).__name__
+                raise Refused(f"the model returns a {name}, whose tensors cannot be joined")
             raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
 
     def refuse_foreign(self) -> None:
@@ -216,6 +220,10 @@ class Escapes:
             gc.collect()
         if any(each() is not None for each in self._foreign):
             raise Refused("the model uses tensors that need gradients and are not its parameters")
+
+
+def _plain(output: Any) -> bool:
+    return isinstance(output, (torch.Tensor, nn.Module)) or callable(output)
 
 
 def _drop_graphs_of_weights(module: nn.Module) -> None:
