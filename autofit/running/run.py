@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from autofit.analysis.advice import PROCESS, where
 from autofit.analysis.fallback import FallbackContext
 from autofit.analysis.ranking import best, ranked_sound
 from autofit.analysis.verdicts import best_plan
@@ -17,7 +18,6 @@ from autofit.evidence.lookup import Evidence, key_of, stored
 from autofit.evidence.verify import Checked, verify
 from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
-from autofit.running.advice import PROCESS, where
 from autofit.running.foreground import Foreground, Silent, started
 from autofit.running.supervisor import ATTEMPT, Ended, supervise
 from autofit.storage import EvidenceKey, State, Store, StudyRecord, TrialRecord

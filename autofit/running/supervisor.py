@@ -15,11 +15,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from autofit.analysis.advice import advice, where
 from autofit.analysis.fallback import FallbackContext, fallbacks_below
 from autofit.analysis.ranking import ranked_sound
 from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
-from autofit.running.advice import advice, where
 from autofit.strategies import Facts
 from autofit.worker.records.trials import OutOfMemory
 

@@ -153,7 +153,7 @@ class Search:
         self._spread()
         if not history.ranked():
             timeout = self._options.timeout if history.late() else None
-            messages.give_up(history.finished(), history.study.budget, timeout)
+            messages.give_up(history.finished(), self._proposer.fallback_context(), timeout)
         self._proposer.tell_limit()
         last = Confirmation(history, self._proposer, self._confirm)
         last.confirm()

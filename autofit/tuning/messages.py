@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+from autofit.analysis.advice import BY_HAND, lacking, where
+from autofit.analysis.fallback import FallbackContext
 from autofit.analysis.ranking import extent
 from autofit.analysis.speeds import margin
 from autofit.analysis.verdicts import PHASES, best_plan, closest, fits
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
+from autofit.space.static_memory import least_bytes
 from autofit.storage import TrialRecord
+from autofit.strategies import Fidelity
 from autofit.units import format_duration, format_size
-from autofit.worker.records.trials import CHECK_STARVED, Script, TrialReport, Verdict
+from autofit.worker.records.trials import CHECK_STARVED, OutOfMemory, Script, TrialReport, Verdict
 
 CALLED = ("backward", "optimizer step")
 """Phases in which memory may run out although no call of a model was seen."""
@@ -25,12 +29,14 @@ LOSS_NOT_FINITE = (
 )
 
 
-def give_up(finished: Sequence[TrialRecord], budget: int, timeout: float | None) -> NoReturn:
+def give_up(
+    finished: Sequence[TrialRecord], context: FallbackContext, timeout: float | None
+) -> NoReturn:
     """Raise the error of a search that found no plan; ``timeout``: seconds, if they are over."""
     if timeout is not None and closest(finished) is None:
         raise UsageError(out_of_time(timeout))
     late = "" if timeout is None else f"; --timeout {format_duration(timeout)} is over"
-    raise NothingFits(none_fits(finished, budget) + late)
+    raise NothingFits(none_fits(finished, context) + late)
 
 
 def hardly_fits(plan: Plan) -> str:
@@ -122,18 +128,30 @@ def killed(report: TrialReport) -> str:
     return f"{report.plan}: {report.reason}, by something outside the script. It is run once more."
 
 
-def none_fits(finished: Sequence[TrialRecord], budget: int) -> str:
-    """Return the error that no plan fits ``budget`` bytes, with the one that came closest."""
-    size = format_size(budget)
+def none_fits(finished: Sequence[TrialRecord], context: FallbackContext) -> str:
+    """Return the error that no plan fits: which came closest, what it needs, and what may help."""
+    size = format_size(context.budget)
     trial = closest(finished)
     if trial is None or trial.report is None or trial.report.out_of_memory is None:
         return f"no plan could be measured within {size}"
     short = trial.report.out_of_memory
-    asked = f", {format_size(short.requested)} requested" if short.requested else ""
-    what = f"{trial.plan}, {short.where}{asked}"
+    help_ = _what_may_help(trial.plan, short, context)
+    what = f"{trial.plan}, {where(short, context.budget)}; {help_}"
     if len(finished) == 1:
         return f"the only plan tried does not fit in {size}: {what}"
     return f"none of the {len(finished)} plans tried fits in {size}; the closest was {what}"
+
+
+def _what_may_help(plan: Plan, short: OutOfMemory, context: FallbackContext) -> str:
+    """Return what a search without a plan that fits leaves to the user."""
+    static = least_bytes(plan, context.facts, cuda=context.hardware.device == "cuda")
+    help_ = f"what may help is more --memory, or {BY_HAND[lacking(short)]}"
+    if static > context.budget:
+        help_ = (
+            "its weights, gradients and optimizer state alone need"
+            f" {format_size(int(static))} of --memory"
+        )
+    return help_ if context.allow is Fidelity.RECIPE else f"{help_}, or --allow recipe"
 
 
 def failed(finished: Sequence[TrialRecord]) -> bool:

@@ -135,7 +135,7 @@ class Proposer:
         if not (fitted := history.ranked_before_confirmation()):
             return None
         plan = best_plan(fitted[0])
-        fallbacks = fallbacks_below(plan, self._fallback_context(space))
+        fallbacks = fallbacks_below(plan, self.fallback_context())
         runs = history.confirmations(plan)
         fragmented = any(fragmentation(trial) >= FRAGMENTED for trial in runs)
         if fragmented and EXPANDABLE in space.choices("allocator"):
@@ -144,9 +144,10 @@ class Proposer:
             (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
         )
 
-    def _fallback_context(self, space: Space) -> FallbackContext:
+    def fallback_context(self) -> FallbackContext:
+        """Return what a fallback may use in this study."""
         history, study = self._history, self._history.study
-        without_choice = (name for name, levels in space.levels if len(levels) == 1)
+        without_choice = (name for name, levels in self._space().levels if len(levels) == 1)
         return FallbackContext(
             hardware=self._hardware,
             allow=history.options.allow,

@@ -11,7 +11,7 @@ import pytest
 from autofit import strategies
 from autofit.analysis.fallback import FallbackContext, fallbacks_below, next_fallback
 from autofit.plan import Plan
-from autofit.running.advice import advice, where
+from autofit.analysis.advice import advice, where
 from autofit.space.catalogue import clash
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, Memory, RootFacts

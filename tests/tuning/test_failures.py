@@ -240,6 +240,8 @@ def test_nothing_fits(script: Write, trials: Trials, capsys: Captured) -> None:
     assert main(["search", "train.py", "--memory", "10MiB", "--only", "micro_batch"]) == 3
     line = last_line(capsys)
     assert line.startswith("autofit: the only plan tried does not fit in 10.0 MiB: as it is, ")
+    assert "requested" in line
+    assert "its weights, gradients and optimizer state alone need" in line
     assert {trial.verdict for trial in trials(folder)} == {Verdict.OUT_OF_MEMORY}
     assert len(trials(folder)) == 1  # splitting the batch lowers nothing of what there is too much
 
