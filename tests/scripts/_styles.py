@@ -199,8 +199,9 @@ STYLES = [
     Style(
         script="reports/spiking.py",
         refusals={
-            **split_refused("the model keeps a part of its forward"),
+            "split": "the model keeps a part of its forward",
             "checkpointing": "would not change as it does",
+            "both": "changes in its backward",
         },
     ),
     Style(script="reports/stochastic_depth.py", redraws=True, quick=("checkpointing",)),

@@ -117,7 +117,7 @@ def refuse_other_changes(
 def refuse_changes_in_backward(after: Snapshot, now: Snapshot) -> None:
     """Raise ``Refused`` if a backward has changed the state since ``after``, its forward."""
     for name, _ in changes(after, now):
-        raise Refused(f"the model changes its {name} in a backward")
+        raise Refused(f"the model's {name} changes in its backward")
 
 
 def _is_table(one: Any, other: Any) -> bool:
