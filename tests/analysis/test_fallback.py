@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from autofit import strategies
+from autofit.analysis.advice import advice, where
 from autofit.analysis.fallback import FallbackContext, fallbacks_below, next_fallback
 from autofit.plan import Plan
-from autofit.analysis.advice import advice, where
 from autofit.space.catalogue import clash
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, Memory, RootFacts

@@ -65,7 +65,5 @@ for iteration in range(1, 81):
         skipped += 1
     optimizer.zero_grad()
     if iteration % 16 == 0:
-        print(
-            f"iteration {iteration} loss {stats['loss'].item():.12f} skipped {skipped}"
-        )
+        print(f"iteration {iteration} loss {stats['loss'].item():.12f} skipped {skipped}")
 torch.save(model.state_dict(), args.out)
