@@ -31,7 +31,7 @@ NOT_DIVIDED = "not divided"
 REFUSED = re.compile(r"cannot be used here: (?:rank \d+: )?(?P<reason>[^;\n]*)")
 """The first part of a reason; what follows a semicolon differs or is advice."""
 WHOLE = re.compile(r"every rank runs the whole batch: (?P<reason>[^;\n]*)")
-SCRIPTS = {style.script: style for style in STYLES if style.ranks == 1}
+SCRIPTS = {s.script: s for s in STYLES if s.ranks == 1 and not s.script.startswith("reports/")}
 
 
 def outcome(style: Style, plain: Done, ranked: Done) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.scripts._on_ranks import LEVELS, PAGE, REFUSED, SAME, SCRIPTS, outcome
-from tests.scripts._runner import Asked, Runs
+from tests.scripts._runner import TOLERANCE, Asked, Runs, assert_same_state
 
 ROW = re.compile(r"^\| `(?P<script>[\w.]+)` \| (?P<cells>.*) \|$", re.MULTILINE)
 CELL = re.compile(r"(?P<word>[^(]+?)(?: \((?P<number>\d+)\))?")
@@ -72,3 +72,14 @@ def test_a_script_becomes_what_the_table_says(runs: Runs, comparison: Comparison
     plain, ranked = runs.of(comparison.plain), runs.of(comparison.tuned)
     found = outcome(SCRIPTS[comparison.script], plain, ranked)
     assert found == expected()[comparison.script][comparison.column]
+
+
+@pytest.mark.quick
+def test_a_batch_of_which_a_part_fails_runs_whole_on_every_rank(runs: Runs) -> None:
+    """From step 8 on, a slice lacks pictures that its samples refer to."""
+    plain = Asked(script="reports/vlm_pictures.py")
+    whole, ranked = runs.of(plain), runs.of(plain.under({"ranks": "2"}))
+    assert ranked.code == 0, ranked.errors
+    assert_same_state(ranked.state, whole.state, TOLERANCE)
+    line = "every rank runs the whole of this batch: the model raises RuntimeError for a part of it"
+    assert line in ranked.errors

@@ -121,7 +121,8 @@ class ShardedWeights:
         if layout is not None:
             call = ShardedCall(shared, self, run, batch, layout)
             if call.divides:
-                return call()
+                call.forward()
+                return call.outputs()
         return self._run_whole(shared.group.size, run, batch)
 
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from autofit.exceptions import Refused
+from autofit.exceptions import AutofitError, Refused
 from autofit.strategies.base import Deferred, Forward
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
@@ -42,8 +42,11 @@ from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import transformed, without_hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
+from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
+from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
@@ -135,8 +138,13 @@ class SharedRoot:
             return self.sharded.call(self, run, batch, layout)
         if layout is not None:
             call = SharedCall(self, run, batch, layout)
+            start = RandomState.now()
+            if call.divides and not (failed := call.forward()):
+                return call.outputs()
             if call.divides:
-                return call()
+                start.restore()
+                line = f"autofit: every rank runs the whole of this batch: {failed}"
+                warnings.warn(line, stacklevel=2)
         self._stale = True
         return run(*args, **kwargs)
 
@@ -213,6 +221,8 @@ class SharedCall:
         self._local: list[Any] | None = None
         """The outputs of this rank's slice, with their graph."""
         self._spec: TreeSpec | None = None
+        self._said: list[list[_Output]] = []
+        """The descriptions of all ranks' outputs."""
         self._tracked: list[int] = []
         """Positions of the outputs that autograd follows."""
         self._outputs: list[Any] = []
@@ -231,11 +241,33 @@ class SharedCall:
     def _cut(self) -> Cut:
         return self._cuts[self._root.group.rank]
 
-    def __call__(self) -> Any:
-        """Run this rank's slice; return the outputs of the whole batch."""
+    def forward(self) -> str:
+        """Run this rank's slice; return why that of a rank failed, empty if none did.
+
+        A slice may lack what its samples refer to, such as pictures in a list of their own. If
+        forwards communicate, or plans are compared, the error is raised.
+        """
         self._root.calls += 1
-        self._local, self._spec = self._forward()
-        self._outputs = self._joined(self._local)
+        own: list[_Output] | str
+        try:
+            self._local, self._spec = self._forward()
+            own = [_Output.of(each) for each in self._local]
+        except Exception as error:
+            alone = self._root.statistics is None and self._root.sharded is None
+            plain = classify(error).kind is Kind.NOT_OOM and not isinstance(error, AutofitError)
+            if self._root.owner.strict or not (alone and plain):
+                raise
+            own = f"the model raises {type(error).__name__} for a part of it: {error}"
+            free_frames(error)
+        said = self._root.group.meet(f"the outputs of {self._root.name}", own)
+        self._said = [each for each in said if isinstance(each, list)]
+        return next((each for each in said if isinstance(each, str)), "")
+
+    def outputs(self) -> Any:
+        """Return the outputs of the whole batch."""
+        assert self._local is not None, "the slice has run"
+        assert self._spec is not None, "the slice has run"
+        self._outputs = self._joined(self._local, self._said)
         outputs = self._outputs
         if self._tracked:
             inputs = [self._batch.leaves[i] for i in self._inputs]
@@ -276,14 +308,12 @@ class SharedCall:
         statistics = self._root.statistics
         return statistics.together() if statistics is not None else nullcontext()
 
-    def _joined(self, local: list[Any]) -> list[Any]:
+    def _joined(self, local: list[Any], said: Sequence[list[_Output]]) -> list[Any]:
         """Return the outputs of the whole batch, without a graph.
 
         If the model returns its loss, no entries of the other outputs are gathered yet.
         """
         group = self._root.group
-        own = [_Output.of(each) for each in local]
-        said = group.meet(f"the outputs of {self._root.name}", own)
         if any(len(each) != len(self._layout.joins) for each in said):
             raise Refused("the model's output has another structure for a part of the batch")
         self._tracked = [
