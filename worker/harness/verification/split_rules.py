@@ -443,7 +443,8 @@ class Comparison:
             column = [chunk.leaves[index] for chunk in chunks]
             good = [join for join in possible if self._holds(join, part, cuts, column, expected)]
             if not good and not (self.second and possible[0].rule is Rule.SAME):
-                raise Mismatch(_mismatch_text(expected, whole.place(index)))
+                size = self.layout.size(part)
+                raise Mismatch(_mismatch_text(expected, whole.place(index), size))
             holding.append(good or possible)
         return holding
 
@@ -593,11 +594,11 @@ def uneven(samples: int) -> list[Cut]:
     return [(0, first), *((start, start + 1) for start in range(first, samples))]
 
 
-def _mismatch_text(expected: Any, place: str) -> str:
+def _mismatch_text(expected: Any, place: str, samples: int) -> str:
     if not isinstance(expected, torch.Tensor):
         return f"the model returns a {type(expected).__name__}{place} that depends on the batch"
     if expected.numel() > 1:
-        kind = f"a tensor of shape {tuple(expected.shape)}"
+        kind = f"a tensor of shape {tuple(expected.shape)} for {samples} samples"
         return f"the model returns {kind}{place} that its parts' outputs do not join to"
     return (
         f"the model returns a number{place} that its parts' outputs do not add up to, neither by"
