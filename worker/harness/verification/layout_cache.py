@@ -365,7 +365,8 @@ def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:
         elif leaf.dtype != torch.bool:
             shown["negative"] = (rows < 0).any()
         if leaf.ndim > 1:  # a part of the batch may have nothing that counts
-            shown["empty sample"] = (rows <= 0).all(1).any()
+            nothing = rows == 0 if fraction else rows <= 0
+            shown["empty sample"] = nothing.all(1).any()
         if not fraction and leaf.dtype != torch.bool and leaf.ndim == 1:
             ranged.append(index)
             bounds += [leaf.min(), leaf.max()]
