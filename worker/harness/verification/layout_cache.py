@@ -347,6 +347,7 @@ def _union(one: Range, other: Range) -> Range:
 
 def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:
     """Return a batch's traits and the ranges of its integer arguments. Synchronizes once."""
+    counting = {join.labels.leaf for join in layout.joins if join.labels}
     names: list[tuple[int, str]] = []
     flags: list[torch.Tensor] = []
     ranged: list[int] = []
@@ -364,7 +365,7 @@ def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:
             shown["nan"] = rows.isnan().any()
         elif leaf.dtype != torch.bool:
             shown["negative"] = (rows < 0).any()
-        if leaf.ndim > 1:  # a part of the batch may have nothing that counts
+        if index in counting and leaf.ndim > 1:  # a part of the batch may have nothing that counts
             nothing = rows == 0 if fraction else rows <= 0
             shown["empty sample"] = nothing.all(1).any()
         if not fraction and leaf.dtype != torch.bool and leaf.ndim == 1:
