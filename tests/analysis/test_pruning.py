@@ -588,44 +588,48 @@ def test_a_plan_that_fails_after_its_probe_counts_as_such(
 
 # --- the winner -----------------------------------------------------------------------------
 
+Timed = Callable[..., TrialRecord]
 
-def test_within_the_noise_the_leaner_plan_is_kept(
-    ended: Ended, measurement: Callable[..., Measurement]
-) -> None:
-    def measured(plan: Plan, seconds: float, peak: int, purpose: Purpose) -> TrialRecord:
+
+@pytest.fixture
+def measured(ended: Ended, measurement: Callable[..., Measurement]) -> Timed:
+    """A trial of a plan that was measured, by its seconds a step."""
+
+    def make(
+        plan: Plan, seconds: float, purpose: Purpose = Purpose.SEARCH, *, peak: int = 50
+    ) -> TrialRecord:
         trial = ended(plan, verdict=Verdict.MEASURED)
         assert trial.report is not None
         report = replace(trial.report, measurements=(measurement(8, seconds, peak),))
         return replace(trial, report=report, purpose=purpose)
 
+    return make
+
+
+def test_within_the_noise_the_leaner_plan_is_kept(
+    measured: Timed,
+) -> None:
     search = [
-        measured(BF16, 1.0, 100, Purpose.SEARCH),
-        measured(SOME, 1.02, 90, Purpose.SEARCH),  # ties, and is leaner
-        measured(SPLIT, 1.02, 98, Purpose.SEARCH),  # ties, and is hardly leaner
-        measured(ALL, 1.1, 50, Purpose.SEARCH),  # is slower
+        measured(BF16, 1.0, Purpose.SEARCH, peak=100),
+        measured(SOME, 1.02, Purpose.SEARCH, peak=90),  # ties, and is leaner
+        measured(SPLIT, 1.02, Purpose.SEARCH, peak=98),  # ties, and is hardly leaner
+        measured(ALL, 1.1, Purpose.SEARCH, peak=50),  # is slower
     ]
     assert winning(search, 100) is search[0]
     assert winning(search, 95) is search[1], "the fastest that fits"
     again = [
-        measured(BF16, 1.0, 100, Purpose.CONFIRM),
-        measured(SOME, 1.02, 90, Purpose.CONFIRM),
+        measured(BF16, 1.0, Purpose.CONFIRM, peak=100),
+        measured(SOME, 1.02, Purpose.CONFIRM, peak=90),
     ]
     assert winning([*search, *again], 100) is again[1]
-    slow = measured(SOME, 1.05, 90, Purpose.CONFIRM)
+    slow = measured(SOME, 1.05, Purpose.CONFIRM, peak=90)
     assert winning([*search, again[0], slow], 100) is again[0]
 
 
 def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
-    ended: Ended, measurement: Callable[..., Measurement]
+    ended: Ended, measured: Timed
 ) -> None:
     """Nor one that holds what drifted, though the search ended before others were tried again."""
-
-    def measured(plan: Plan, seconds: float) -> TrialRecord:
-        trial = ended(plan, verdict=Verdict.MEASURED)
-        assert trial.report is not None
-        figures = (measurement(8, seconds, 50),)
-        return replace(trial, report=replace(trial.report, measurements=figures))
-
     whole = BF16.replace(checkpointing="auto")
     search = [measured(whole, 0.4), measured(BF16, 0.5), measured(SOME, 0.9), measured(Plan(), 1.0)]
     drifted = replace(ended(BF16, verdict=Verdict.DRIFTED), purpose=Purpose.CONFIRM)
@@ -636,14 +640,8 @@ def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
 
 
 def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
-    ended: Ended, measurement: Callable[..., Measurement]
+    measured: Timed,
 ) -> None:
-    def measured(plan: Plan, seconds: float, purpose: Purpose = Purpose.SEARCH) -> TrialRecord:
-        trial = ended(plan, verdict=Verdict.MEASURED)
-        assert trial.report is not None
-        report = replace(trial.report, measurements=(measurement(8, seconds, 50),))
-        return replace(trial, report=report, purpose=purpose)
-
     search = [measured(BF16, 0.5), measured(Plan(), 1.0)]
     assert simpler_unconfirmed(search, 100) is None, "nothing was measured again"
     as_expected = measured(BF16, 0.9, Purpose.CONFIRM)
@@ -658,14 +656,8 @@ def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
 
 
 def test_of_plans_that_are_as_fast_the_one_that_changes_least_is_kept(
-    ended: Ended, measurement: Callable[..., Measurement]
+    measured: Timed,
 ) -> None:
-    def measured(plan: Plan, seconds: float, purpose: Purpose = Purpose.SEARCH) -> TrialRecord:
-        trial = ended(plan, verdict=Verdict.MEASURED)
-        assert trial.report is not None
-        report = replace(trial.report, measurements=(measurement(8, seconds, 50),))
-        return replace(trial, report=report, purpose=purpose)
-
     both = BF16.replace(checkpointing="all")
     search = [
         measured(BF16, 0.98),

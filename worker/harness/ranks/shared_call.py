@@ -138,10 +138,11 @@ class SharedRoot:
             return self.sharded.call(self, run, batch, layout)
         if layout is not None:
             call = SharedCall(self, run, batch, layout)
-            start = RandomState.now()
-            if call.divides and not (failed := call.forward()):
-                return call.outputs()
             if call.divides:
+                start = RandomState.now()
+                failed = call.forward()
+                if not failed:
+                    return call.outputs()
                 start.restore()
                 line = f"autofit: every rank runs the whole of this batch: {failed}"
                 warnings.warn(line, stacklevel=2)
@@ -244,8 +245,8 @@ class SharedCall:
     def forward(self) -> str:
         """Run this rank's slice; return why that of a rank failed, empty if none did.
 
-        A slice may lack what its samples refer to, such as pictures in a list of their own. If
-        forwards communicate, or plans are compared, the error is raised.
+        A slice may lack what its samples refer to, such as pictures in a list of their own. The
+        error is raised if forwards communicate or change state, or if plans are compared.
         """
         self._root.calls += 1
         own: list[_Output] | str
@@ -253,7 +254,8 @@ class SharedCall:
             self._local, self._spec = self._forward()
             own = [_Output.of(each) for each in self._local]
         except Exception as error:
-            alone = self._root.statistics is None and self._root.sharded is None
+            communicates = self._root.statistics is not None or self._root.sharded is not None
+            alone = not (communicates or self._layout.updates)
             plain = classify(error).kind is Kind.NOT_OOM and not isinstance(error, AutofitError)
             if self._root.owner.strict or not (alone and plain):
                 raise

@@ -208,9 +208,8 @@ class Escapes:
         if self.witness.still_alive(known):
             gc.collect()
         if any(each.grad_fn is not None for each in held) or self.witness.still_alive(known):
-            objects = [each for each in outputs if hasattr(each, "__dict__") and not _plain(each)]
-            if objects:
-                name = type(objects[0]).__name__
+            others = [o for o in outputs if not (isinstance(o, torch.Tensor) or callable(o))]
+            for name in (type(each).__name__ for each in others if hasattr(each, "__dict__")):
                 raise Refused(f"the model returns a {name}, whose tensors cannot be joined")
             raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
 
@@ -220,10 +219,6 @@ class Escapes:
             gc.collect()
         if any(each() is not None for each in self._foreign):
             raise Refused("the model uses tensors that need gradients and are not its parameters")
-
-
-def _plain(output: Any) -> bool:
-    return isinstance(output, (torch.Tensor, nn.Module)) or callable(output)
 
 
 def _drop_graphs_of_weights(module: nn.Module) -> None:

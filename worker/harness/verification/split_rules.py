@@ -359,26 +359,25 @@ class Comparison:
     def _compare(self, whole: Whole, chunks: list[Output], cuts: Sequence[Cut]) -> None:
         """Narrow the rules by what chunks gave; raise ``Mismatch`` if gradients do not add up."""
         self.possible = self._holding(whole.output, chunks, cuts, self.part)
-        scaled = STEEP if self.criterion is DOUBLE else 1.0
-        *pieces, last = (
-            self._gradients(chunk, self._shares(whole, cut, scale))
-            for chunk, cut, scale in zip(
-                chunks, cuts, [*([1.0] * (len(cuts) - 1)), scaled], strict=True
-            )
+        steep = STEEP if self.criterion is DOUBLE else 1.0
+        *others, last = (
+            self._gradients(chunk, self._shares(whole, cut, steep if cut is cuts[-1] else 1.0))
+            for chunk, cut in zip(chunks, cuts, strict=True)
         )
-        there = [each for each in pieces if each is not None]
-        steep = [] if last is None else [[each / scaled for each in last]]
-        if whole.gradients is None or not (there or steep):
+        pieces = [each for each in others if each is not None]
+        if whole.gradients is None or not (pieces or last):
             return
         names = self._names(whole.gradients)
+        scaled = [] if last is None else [[each / steep for each in last]]
         try:
-            self.criterion.refuse([*there, *steep], whole.gradients, names)
+            self.criterion.refuse([*pieces, *scaled], whole.gradients, names)
         except Mismatch:
-            plain = self._gradients(
-                self._started(whole.start, self.part, cuts[-1]), self._shares(whole, cuts[-1])
-            )
-            same = [] if plain is None else [plain]
-            self.criterion.refuse([*there, *same], whole.gradients, names)
+            if last is None or steep == 1.0:
+                raise
+            chunk = self._started(whole.start, self.part, cuts[-1])
+            plain = self._gradients(chunk, self._shares(whole, cuts[-1]))
+            assert plain is not None, "the chunk had gradients before"
+            self.criterion.refuse([*pieces, plain], whole.gradients, names)
             raise Refused(NOT_LINEAR) from None
 
     def _names(self, gradients: Digest) -> list[str]:
