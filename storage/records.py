@@ -24,12 +24,15 @@ ORIGIN = "AUTOFIT_ORIGIN"
 
 
 class State(StrEnum):
-    """State of a trial. It may change from running to finished or to interrupted."""
+    """State of a trial. It may change from running to finished or to interrupted.
+
+    A search deletes a trial that it ends without a verdict.
+    """
 
     RUNNING = "running"
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
-    """Not started, or its owner died. The state is final, and the plan gets a new trial."""
+    """Its owner died. The state is final, and the plan gets a new trial."""
 
 
 class Purpose(StrEnum):

@@ -367,12 +367,10 @@ class Store:
             session.flush()
             return self._record(convert.trial_record, row)
 
-    def release(self, trial: TrialRecord) -> TrialRecord:
-        """Interrupt a running trial that was not measured; its plan may get a new trial."""
+    def release(self, trial: TrialRecord) -> None:
+        """Delete a running trial that gets no verdict; its plan may get a new trial."""
         with self.writing() as session:
-            row = self._running_trial(session, trial, State.INTERRUPTED)
-            _end(row, State.INTERRUPTED, _now())
-            return self._record(convert.trial_record, row)
+            session.delete(self._running_trial(session, trial, "released"))
 
     def trials(
         self,
@@ -608,11 +606,11 @@ class Store:
             raise StorageError(f"the store {engine.show(self._location)} has no {_name(trial)}")
         return row
 
-    def _running_trial(self, session: Session, trial: TrialRecord, to: State) -> Trial:
+    def _running_trial(self, session: Session, trial: TrialRecord, to: str) -> Trial:
         row = self._trial(session, trial)
         if row.state != State.RUNNING:
             raise StorageError(
-                f"{_name(trial)} is {row.state} and stays so; only a running trial becomes {to}"
+                f"{_name(trial)} is {row.state} and stays so; only a running trial is {to}"
             )
         return row
 

@@ -6,7 +6,7 @@ import html
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.console import Console
 from autofit.analysis.frontier import Point, frontier
 from autofit.analysis.result import Result
 from autofit.analysis.studies import StoredStudy, stored_study
+from autofit.analysis.verdicts import best_plan
 from autofit.printable import printable
 from autofit.report.page import write_report
 from autofit.storage import Store, StudyRecord, TrialRecord
@@ -76,8 +77,12 @@ class Study:
 
     @property
     def trials(self) -> tuple[TrialRecord, ...]:
-        """All trials by number, confirmation runs included."""
-        return self.found.trials
+        """All trials by number, confirmation runs included, each with the plan that ran.
+
+        Numbers that a trial has to find, such as the micro-batch size, are those of its best
+        measurement.
+        """
+        return tuple(replace(trial, plan=best_plan(trial)) for trial in self.found.trials)
 
     def report(self, path: str | os.PathLike[str] = "autofit-report.html") -> Path:
         """Write the study as one HTML file and return its path, as ``autofit report`` does.

@@ -159,10 +159,9 @@ def _losses_differ(content: Content) -> str:
 
 def _row(trial: TrialRecord, content: Content) -> tuple[str, list[Cell]]:
     """Return the class of a row of the table of trials, and its cells."""
-    winner, result = content.found.winner, content.result
+    winner, baseline = content.found.winner, history.baseline(content.found, trial.purpose)
     best = winner is not None and trial.id == winner.id
     measured = trial.measurement if trial.verdict is Verdict.MEASURED else None
-    baseline = result.baseline if result is not None else None
     out = trial.verdict is Verdict.OUT_OF_MEMORY
     kind = "best" if best else "fits" if measured else "bad" if out else "warn"
     texts, values = ["-"] * 4, [MISSING] * 4
@@ -174,7 +173,8 @@ def _row(trial: TrialRecord, content: Content) -> tuple[str, list[Cell]]:
             format_size(measured.peak_device),
             _seconds(measured.seconds),
         ]
-        ratio = rate / baseline.samples_per_second if baseline else MISSING
+        before = None if baseline is None else baseline.measurement
+        ratio = MISSING if before is None else rate / before.samples_per_second
         values = [rate, ratio, measured.peak_device, measured.seconds]
     text = history.verdict(trial, best=best).replace("  <- best", " (best)")
     cells = [

@@ -162,8 +162,6 @@ class History:
         self._machine = MachineKey.of(study.hardware, study.versions)
         self.bandwidths = store.bandwidths(self._machine)
         """How fast the ranks of a training communicate on this machine, by their number."""
-        self._numbers: dict[int, int] = {}
-        """The number of each trial in the table, by id."""
         self.checked: set[Plan] = set()
         """Plans that this search has verified."""
         self._new: dict[str, Proven] = {}
@@ -324,7 +322,7 @@ class History:
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
             self.optuna_study.tell(trial, phases(trial))
-            self.announce(len(self.finished()) - 1, trial, slot)
+            self.tell_ended(trial, slot)
         else:
             self.optuna_study.confirmed(self.now.confirmations)
             self._tell_confirmed(trial)
@@ -347,9 +345,7 @@ class History:
         trial = next(each for each in self.now.all_finished if each.id == trial.id)
         trial = self.store.amend(trial, amended(trial, report))
         self.optuna_study.amended(self.now.all_finished)
-        self.announce(
-            self._numbers[trial.id], trial, slot, after="the check" if checked else "real steps"
-        )
+        self.tell_ended(trial, slot, after="the check" if checked else "real steps")
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
         self._rule_out(report)
@@ -369,14 +365,26 @@ class History:
             plan = best_plan(trial)
             mine = (t.measurement for t, _ in self.now.searched if best_plan(t) == plan)
             searched = next((each for each in mine if each is not None), None)
-            self.tell(Confirmed(plan=plan, measurement=trial.measurement, searched=searched))
+            self.tell(
+                Confirmed(
+                    number=trial.number,
+                    plan=plan,
+                    measurement=trial.measurement,
+                    searched=searched,
+                )
+            )
 
-    def announce(self, number: int, trial: TrialRecord, slot: int, *, after: str = "") -> None:
+    def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
+        """Send the notice of a trial that an earlier search finished."""
+        self.tell_ended(trial, slot)
+
+    def tell_ended(self, trial: TrialRecord, slot: int, *, after: str = "") -> None:
         """Send the notice of a finished trial; ``after``: as in ``TrialEnded``."""
-        self._numbers[trial.id] = number
         assert trial.report is not None, "a finished trial has a report"
         best = any(each.id == trial.id for each in self.ranked_sound()[:1])
-        self.tell(TrialEnded(number=number, slot=slot, report=trial.report, best=best, after=after))
+        self.tell(
+            TrialEnded(number=trial.number, slot=slot, report=trial.report, best=best, after=after)
+        )
 
     # --- time ------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class TrialEnded:
     """A trial has a verdict and is stored."""
 
     number: int
+    """Its number in the store."""
     slot: int
     report: TrialReport
     best: bool
@@ -110,6 +111,8 @@ class Remeasuring:
 class Confirmed:
     """The confirmation run of a plan was measured."""
 
+    number: int
+    """Its number in the store."""
     plan: Plan
     measurement: Measurement
     searched: Measurement | None

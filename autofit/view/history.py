@@ -16,7 +16,7 @@ from autofit.storage import Purpose, State, StudyRecord, TrialRecord
 from autofit.strategies import AS_IS, NAMES
 from autofit.units import format_duration, format_size
 from autofit.view import words
-from autofit.worker.records.trials import Measurement, Verdict
+from autofit.worker.records.trials import Verdict
 
 DIFFERENT = "*"
 """Marks a row of a comparison whose two values differ."""
@@ -110,7 +110,6 @@ def trials(found: StoredStudy) -> Table:
 
 def trial_rows(found: StoredStudy) -> Iterator[tuple[tuple[str, ...], bool]]:
     """Yield the cells of each trial, and whether it is the one of the best plan."""
-    baseline = found.result.baseline if found.result is not None else None
     for trial in found.trials:
         best = found.winner is not None and trial.id == found.winner.id
         measured = trial.measurement if trial.verdict is Verdict.MEASURED else None
@@ -118,20 +117,38 @@ def trial_rows(found: StoredStudy) -> Iterator[tuple[tuple[str, ...], bool]]:
             str(trial.number),
             str(best_plan(trial)),
             words.speed(measured) if measured else "-",
-            versus(trial, baseline),
+            versus(trial, baseline(found, trial.purpose)),
             format_size(measured.peak_device) if measured else "-",
             verdict(trial, best=best),
         )
         yield cells, best
 
 
-def versus(trial: TrialRecord, baseline: Measurement | None) -> str:
-    """Return the change of speed from the script as it is; a dash if one has no speed."""
-    if trial.plan.neutral and trial.verdict is Verdict.MEASURED:
-        return "now"
-    if baseline is None or trial.measurement is None or trial.verdict is not Verdict.MEASURED:
+def baseline(found: StoredStudy, purpose: Purpose) -> TrialRecord | None:
+    """Return the trial with which the speeds of trials are compared, as the live table does.
+
+    It is the script as it is, else the first plan that fits. Confirmation runs are compared with
+    the script's confirmation run, if there is one: both are new processes.
+    """
+    measured = [trial for trial in found.trials if trial.verdict is Verdict.MEASURED]
+    search = [trial for trial in measured if trial.purpose is Purpose.SEARCH]
+    as_is = [trial for trial in search if trial.plan.neutral]
+    again = [t for t in measured if t.plan.neutral and t.purpose is Purpose.CONFIRM is purpose]
+    first = sorted(search, key=lambda trial: trial.ended or trial.created)
+    return next(iter((*again, *as_is, *first)), None)
+
+
+def versus(trial: TrialRecord, baseline: TrialRecord | None) -> str:
+    """Return the change of speed from ``baseline``; a dash if one has no speed."""
+    if trial.verdict is not Verdict.MEASURED or trial.measurement is None:
         return "-"
-    return words.against(trial.measurement, baseline)
+    if trial.plan.neutral:
+        return "now"
+    if baseline is None or baseline.measurement is None:
+        return "-"
+    if trial.id == baseline.id:
+        return "new"
+    return words.against(trial.measurement, baseline.measurement)
 
 
 def verdict(trial: TrialRecord, *, best: bool = False) -> str:

@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from autofit.cli import cli
 from autofit.exceptions import NothingFits, UsageError
 from autofit.flags import Kind, default_of, flags_of
 from autofit.plan import Plan
-from autofit.storage import StudyRecord, default_url
+from autofit.storage import Owner, Store, StudyRecord, default_url
 from autofit.tuning.options import SearchOptions
-from tests.report.stored import FUSED, GIB
+from tests.report.stored import BF16, FUSED, GIB, add, figures, measured
 
 SCRIPT_OF_A_CALL = ["script", "args", "module", "cwd"]
 TRAIN = """
@@ -137,6 +138,18 @@ def test_a_study_holds_what_a_search_found(study: StudyRecord) -> None:
     assert found.record.budget == 24 * GIB
     assert found.report("a.html") == Path("a.html")
     assert study.id in Path("a.html").read_text()
+
+
+@pytest.mark.quick
+def test_a_trial_has_the_plan_that_ran(study: StudyRecord) -> None:
+    proposed = Plan.of({"optimizer": "fused", "micro_batch": "auto"})
+    ran = proposed.replace(micro_batch="16")
+    with Store("autofit.db") as store:
+        add(store, study, replace(measured(proposed, figures(9.0, 12.0)), best=ran))
+        (left,) = store.add_trials(study, [BF16], launch=0, owner=Owner.current())
+        store.release(left)
+    *_, trial = Study.read(default_url(), study.id).trials
+    assert (trial.number, trial.plan) == (3, ran)
 
 
 @pytest.mark.quick

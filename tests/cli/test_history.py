@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,6 +132,31 @@ def test_a_study_is_named_by_its_beginning(
     (best,) = [line for line in printed.splitlines() if "<- best" in line]
     assert best.startswith("4 ")
     assert "confirmation run: fits" in best
+
+
+def versus(printed: str) -> list[str]:
+    """Return the column ``vs now`` of a printed study."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()]
+    return [cells[3] for cells in rows if cells[0].isdecimal()]
+
+
+def test_speeds_are_compared_as_the_table_of_the_search_compares_them(
+    store: Store,
+    study: StudyRecord,
+    measured: Callable[..., TrialReport],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["history", "show"]) == 0
+    assert versus(capsys.readouterr().out) == ["-", "-", "new", "+50 %", "+40 %"]
+    fitting = opened(store, memory=None)
+    add(store, fitting, measured(Plan(), 10.0, 20.0))
+    add(store, fitting, measured(BF16, 15.0, 20.0))
+    add(store, fitting, measured(BF16, 6.0, 20.0), Purpose.CONFIRM)
+    assert main(["history", "show", fitting.id]) == 0
+    assert versus(capsys.readouterr().out) == ["now", "+50 %", "-40 %"]
+    add(store, fitting, measured(Plan(), 4.0, 20.0), Purpose.CONFIRM)
+    assert main(["history", "show", fitting.id]) == 0
+    assert versus(capsys.readouterr().out) == ["now", "+50 %", "+50 %", "now"]
 
 
 def test_the_trials_as_json(

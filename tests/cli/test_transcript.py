@@ -60,6 +60,7 @@ def search(opened: StudyStarted, facts: Facts, measured: Measured) -> list[Notic
         ended(2, measured(BF16, 20.34, 12.0), best=True),
         Remeasuring(plan=BF16),
         Confirmed(
+            number=3,
             plan=BF16,
             measurement=measured(BF16, 20.1, 12.0).measurements[0],
             searched=measured(BF16, 20.34, 12.0).measurements[0],

@@ -210,8 +210,7 @@ def test_interrupted_is_130_and_the_search_can_go_on(
         "autofit: interrupted: finished trials are stored; run the same command again to continue"
     )
     assert "Traceback" not in printed
-    assert trials(folder, State.RUNNING) == ()
-    assert len(trials(folder, State.INTERRUPTED)) >= 1
+    assert {trial.state for trial in trials(folder, None)} <= {State.FINISHED}
 
 
 def _line(process: psutil.Process) -> list[str]:
