@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite, nan
 
 from autofit.analysis.frontier import Point, frontier
 from autofit.analysis.result import Result
@@ -42,7 +43,10 @@ class LossCurve:
 
     title: str
     traced: tuple[float, ...]
-    """Losses of the traced steps: every process begins with these batches and weights."""
+    """Losses of the traced steps: every process begins with these batches and weights.
+
+    NaN for a step whose loss is not known.
+    """
     measured: tuple[float, ...]
     """Losses of the first measured steps after those."""
 
@@ -55,7 +59,7 @@ class Content:
     frontier: tuple[Point, ...]
     memory: tuple[MemoryBar, ...]
     losses: tuple[LossCurve, ...]
-    """Of the reference and of the best plan's confirmation run; those that are stored."""
+    """Of the reference and of the best plan's confirmation run; those that are known."""
 
     @property
     def study(self) -> StudyRecord:
@@ -66,6 +70,11 @@ class Content:
     def result(self) -> Result | None:
         """The best result; ``None`` if no plan fits."""
         return self.found.result
+
+    @property
+    def draws_frontier(self) -> bool:
+        """Whether the frontier is a line: one plan makes none."""
+        return len(self.frontier) > 1
 
     @property
     def measured(self) -> list[TrialRecord]:
@@ -139,7 +148,7 @@ def _losses(store: Store, found: StoredStudy) -> list[LossCurve]:
         trace_or_none = store.trace(winner)
         if trace_or_none is not None:
             curves.append(_curve(f"best plan: {best_plan(winner)}", winner, trace_or_none))
-    return curves
+    return [curve for curve in curves if any(map(isfinite, (*curve.traced, *curve.measured)))]
 
 
 def _curve(title: str, trial: TrialRecord, trace: Trace) -> LossCurve:
@@ -148,7 +157,7 @@ def _curve(title: str, trial: TrialRecord, trace: Trace) -> LossCurve:
     Where steps are slow, the window begins with traced steps; each is a part of the curve once.
     """
     first = trial.report.measurements[0] if trial.report and trial.report.measurements else None
-    traced = tuple(sum(step.losses) for step in trace.steps)
+    traced = tuple(sum(step.losses) if step.losses else nan for step in trace.steps)
     losses = () if first is None else first.losses
     most = min(len(traced), len(losses))
     again = next(n for n in range(most, -1, -1) if losses[:n] == traced[len(traced) - n :])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite
 from textwrap import wrap
 from typing import Any
 
@@ -24,10 +26,68 @@ from autofit.worker.records.trials import Measurement, Verdict
 
 Figure = dict[str, Any]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAxis:
+    """An axis of memory from zero that fits the data; sizes are bytes."""
+
+    budget: int
+    largest: float
+    """The largest size that is drawn."""
+
+    @property
+    def far(self) -> bool:
+        """Whether the budget is too far above the data to be on the axis."""
+        return self.budget > FAR * self.largest > 0
+
+    @property
+    def top(self) -> float:
+        """The largest size on the axis."""
+        return self.largest if self.far else max(self.budget, self.largest)
+
+    @property
+    def end(self) -> float:
+        """Where the axis ends."""
+        return 1.08 * self.top
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """The unit of its numbers, and the bytes of one."""
+        return words.unit_of(round(self.top))
+
+    def layout(self, title: str) -> Figure:
+        """Return Plotly's layout of the axis."""
+        name, size = self.unit
+        return {"title": f"{title} ({name})", "range": [0, self.end / size]}
+
+    def line(self) -> list[Figure]:
+        """Return the line of the budget; none if the budget is too far above the data."""
+        at = self.budget / self.unit[1]
+        line = {"color": "--bad", "width": 2, "dash": "dash"}
+        drawn = {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "line": line}
+        return [] if self.far else [drawn | {"yref": "y domain"}]
+
+    def label(self, yanchor: str) -> Figure:
+        """Return the label of the budget: left of its line, or at the right edge."""
+        return {
+            "text": f"budget {format_size(self.budget)}{' →' if self.far else ''}",
+            "x": (self.end if self.far else self.budget) / self.unit[1],
+            "xanchor": "right",
+            "xshift": -4,
+            "y": 1,
+            "yref": "y domain",
+            "yanchor": yanchor,
+            "showarrow": False,
+            "font": {"color": "--bad"},
+        }
+
+
 WIDTH = 46
 """Characters of a line in a hover text."""
 MOST = 8
 """Most trials whose step times are drawn."""
+FAR = 2.0
+"""A budget above so many times the largest size is named at the edge, and not on the axis."""
 KINDS = {
     Memory.WEIGHTS: "--weights",
     Memory.GRADIENTS: "--gradients",
@@ -53,7 +113,7 @@ def figures(content: Content) -> dict[str, Figure]:
     found = {"speed": speed(content)} if content.measured else {}
     if failed:
         found["failed"] = without_speed(failed)
-    if content.memory:
+    if any(any(bar.static.values()) or bar.measurement for bar in content.memory):
         found["memory"] = memory(content)
     if content.compared:
         found["steps"] = steps(content.compared[:MOST], content)
@@ -67,11 +127,14 @@ def figures(content: Content) -> dict[str, Figure]:
 
 def speed(content: Content) -> Figure:
     """Return speed against peak memory: trials, the frontier, and the line of the budget."""
-    budget, winner = content.study.budget, content.found.winner
+    winner = content.found.winner
     others = [t for t in content.measured if not t.plan.neutral and t != winner]
     as_is = [t for t in content.measured if t.plan.neutral and t != winner]
     best = [winner] if winner is not None else []
-    unit, size = words.unit_of(budget)
+    sizes = (each for t in content.measured if t.report for each in t.report.measurements)
+    largest = max((each.peak_device for each in sizes), default=0)
+    axis = MemoryAxis(budget=content.study.budget, largest=largest)
+    size = axis.unit[1]
     data = [
         _other_sizes(content, size),
         _frontier(content, size),
@@ -79,13 +142,11 @@ def speed(content: Content) -> Figure:
         _points("as it is", as_is, size, "--as-is", "diamond", 13),
         _points("best plan", best, size, "--best", "star", 17),
     ]
-    peaks = [t.measurement.peak_device for t in content.measured if t.measurement]
-    top = 1.08 * max([budget, *peaks]) / size
     layout = {
-        "xaxis": {"title": f"peak memory ({unit})", "range": [0, top]},
+        "xaxis": axis.layout("peak memory"),
         "yaxis": {"title": "samples per second", "rangemode": "tozero"},
-        "shapes": [_budget_line(budget / size)],
-        "annotations": [_budget_label(content, budget / size)],
+        "shapes": axis.line(),
+        "annotations": [axis.label("top")],
     }
     return {"data": [each for each in data if each["x"]], "layout": layout}
 
@@ -135,7 +196,8 @@ def _other_sizes(content: Content, unit: int) -> Figure:
 
 
 def _frontier(content: Content, unit: int) -> Figure:
-    found = sorted(content.frontier, key=lambda point: point.measurement.peak_device)
+    points = content.frontier if content.draws_frontier else ()
+    found = sorted(points, key=lambda point: point.measurement.peak_device)
     numbers = [number_of(content.found.trials, point.measurement) for point in found]
     return {
         "type": "scatter",
@@ -194,34 +256,16 @@ def _hover(texts: Iterable[str]) -> Figure:
     return {"text": list(texts), "hovertemplate": "%{text}<extra></extra>"}
 
 
-def _budget_line(at: float) -> Figure:
-    line = {"color": "--bad", "width": 2, "dash": "dash"}
-    return {"type": "line", "x0": at, "x1": at, "yref": "y domain", "y0": 0, "y1": 1, "line": line}
-
-
-def _budget_label(content: Content, at: float) -> Figure:
-    budget, unit = content.study.budget, words.unit_of(content.study.budget)[0]
-    text = f"budget {words.in_unit_of(budget, budget)} {unit}"
-    return {
-        "text": text,
-        "x": at,
-        "xanchor": "right",
-        "xshift": -4,
-        "y": 1,
-        "yref": "y domain",
-        "yanchor": "top",
-        "showarrow": False,
-        "font": {"color": "--bad"},
-    }
-
-
 # --- memory by kind ---------------------------------------------------------------------------
 
 
 def memory(content: Content) -> Figure:
     """Return the memory by kind, as it is and under the best plan; predictions are hatched."""
-    bars, budget = content.memory, content.study.budget
-    unit, size = words.unit_of(budget)
+    bars = content.memory
+    ends = [sum(bar.static.values()) + bar.rest for bar in bars]
+    peaks = [bar.measurement.peak_device for bar in bars if bar.measurement]
+    axis = MemoryAxis(budget=content.study.budget, largest=max([*ends, *peaks]))
+    unit, size = axis.unit
     data = [
         _stack(f"{kind} (predicted)", bars, [bar.static[kind] / size for bar in bars], unit, colour)
         for kind, colour in KINDS.items()
@@ -236,25 +280,24 @@ def memory(content: Content) -> Figure:
             predicted=False,
         )
     )
+    data += _beside_tensors(bars, unit, size)
+    data = [each for each in data if any(each["x"])]
     if any(bar.measurement for bar in bars):
-        data += _beside_tensors(bars, unit, size)
         data.append(_peaks(bars, unit, size))
-    short = [bar for bar in bars if bar.measurement is None]
-    ends = [sum(bar.static.values()) + bar.rest for bar in bars]
-    peaks = [bar.measurement.peak_device for bar in bars if bar.measurement]
-    top = 1.04 * max([budget, *ends, *peaks]) / size
     layout = {
         "barmode": "stack",
-        "xaxis": {"title": f"memory ({unit})", "range": [0, top]},
+        "xaxis": axis.layout("memory"),
         "yaxis": {"autorange": "reversed", "type": "category"},
         "legend": {"y": 1.1},  # above the label of the budget
-        "shapes": [_budget_line(budget / size)],
-        "annotations": [
-            _budget_label(content, budget / size) | {"yanchor": "bottom"},
-            *(_short(bar, size) for bar in short),
-        ],
+        "shapes": axis.line(),
+        "annotations": [axis.label("bottom")],
     }
     return {"data": data, "layout": layout}
+
+
+def _row(bar: MemoryBar) -> str:
+    """Return the label of a bar."""
+    return bar.title if bar.measurement else f"{bar.title}<br>(did not fit:<br>the rest is unknown)"
 
 
 def _stack(
@@ -271,7 +314,7 @@ def _stack(
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": [bar.title for bar in bars],
+        "y": [_row(bar) for bar in bars],
         "x": list(sizes),
         "marker": {
             "color": colour,
@@ -292,9 +335,7 @@ def _beside_tensors(bars: Sequence[MemoryBar], unit: str, size: int) -> list[Fig
         ("CUDA and libraries (measured)", other, "--outside"),
     )
     return [
-        _stack(name, bars, sizes, unit, colour, predicted=False)
-        for name, sizes, colour in named
-        if any(sizes)
+        _stack(name, bars, sizes, unit, colour, predicted=False) for name, sizes, colour in named
     ]
 
 
@@ -305,7 +346,7 @@ def _difference(measured: Measurement | None, more: str, less: str) -> int:
 
 
 def _peaks(bars: Sequence[MemoryBar], unit: str, size: int) -> Figure:
-    measured = [(bar.title, bar.measurement.peak_device) for bar in bars if bar.measurement]
+    measured = [(_row(bar), bar.measurement.peak_device) for bar in bars if bar.measurement]
     return {
         "type": "scatter",
         "mode": "markers",
@@ -314,17 +355,6 @@ def _peaks(bars: Sequence[MemoryBar], unit: str, size: int) -> Figure:
         "y": [title for title, _ in measured],
         "marker": {"color": "--text", "symbol": "line-ns-open", "size": 26, "line": {"width": 3}},
         **_hover(f"measured peak<br>{peak / size:.4g} {unit}" for _, peak in measured),
-    }
-
-
-def _short(bar: MemoryBar, size: int) -> Figure:
-    return {
-        "text": "did not fit: activations unknown",
-        "x": sum(bar.static.values()) / size,
-        "y": bar.title,
-        "xanchor": "left",
-        "xshift": 6,
-        "showarrow": False,
     }
 
 
@@ -376,7 +406,8 @@ def losses(curves: Sequence[LossCurve]) -> Figure:
     styles = (("--as-is", 12, "circle", "solid"), ("--best", 8, "diamond", "dot"))
     for curve, (colour, size, symbol, dash) in zip(curves, styles, strict=False):
         about = escaped(curve.title)
-        values = [*curve.traced, *curve.measured]
+        found = (*curve.traced, *curve.measured)
+        values = [each if isfinite(each) else None for each in found]  # JSON has no NaN
         symbols = [symbol] * len(curve.traced) + [f"{symbol}-open"] * len(curve.measured)
         data.append(
             {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def _context(content: Content, storage: str | None) -> Mapping[str, Any]:
         "cards": _cards(content),
         "changes": _changes(content),
         "figures": figures(content),
+        "has_frontier": content.draws_frontier,
         "losses_differ": _losses_differ(content),
         "columns": COLUMNS,
         "rows": [_row(trial, content) for trial in found.trials],
@@ -154,7 +156,8 @@ def _losses_differ(content: Content) -> str:
         return ""
     reference, best = content.losses
     pairs = [(a, b) for a, b in zip(reference.traced, best.traced, strict=False) if a]
-    return f"{100 * max((abs(b - a) / abs(a) for a, b in pairs), default=0.0):.2g} %"
+    shares = [abs(b - a) / abs(a) for a, b in pairs if isfinite(a) and isfinite(b)]
+    return f"{100 * max(shares):.2g} %" if shares else ""
 
 
 def _row(trial: TrialRecord, content: Content) -> tuple[str, list[Cell]]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +22,11 @@ from autofit.report.content import read
 from autofit.report.figures import figures
 from autofit.report.page import COLUMNS, page
 from autofit.storage import Store, StudyRecord
+from autofit.worker.records.traces import TracedStep
 from autofit.worker.records.trials import OutOfMemory, TrialReport, Verdict
 from tests.contrast import FAINT, LEAST, contrast, variables
-from tests.report.stored import EVIL, add, opened
+from tests.report.stored import EVIL, FACTS, GIB, add, measured, opened, trace
+from tests.report.stored import figures as measured_figures
 
 pytestmark = pytest.mark.quick
 REPORT = "autofit-report.html"
@@ -100,6 +103,70 @@ def test_a_study_in_which_nothing_fits(store: Store) -> None:
     add(store, study, report)
     assert set(figures(read(store, study))) == {"failed"}
     assert "No plan fits the budget." in page(read(store, study))
+
+
+# --- axes that fit, and no chart without data -------------------------------------------------
+
+
+def test_a_budget_far_above_the_data_stretches_no_axis(store: Store) -> None:
+    study = store.set_facts(opened(store), FACTS)
+    tiny = replace(FACTS.roots[0], parameter_bytes=4000, trainable=1000)
+    store.set_facts(study, replace(FACTS, roots=(tiny,)))
+    half = GIB // 2
+    small = replace(measured_figures(10.0, 2.0), peak_device=half, peak_reserved=half)
+    add(store, study, measured(Plan(), replace(small, peak_allocated=half)))
+    found = figures(read(store, store.study(study.id)))
+    for name in ("speed", "memory"):
+        layout = found[name]["layout"]
+        assert layout["xaxis"]["title"].endswith("(MiB)")
+        assert layout["xaxis"]["range"] == [0, pytest.approx(1.08 * 512)]
+        assert layout["shapes"] == [], "the budget's line would be beyond the axis"
+        (label,) = layout["annotations"]
+        assert (label["text"], label["x"]) == ("budget 24.0 GiB →", layout["xaxis"]["range"][1])
+
+
+def test_a_bar_beyond_the_budget_is_labelled_beside_the_axis(store: Store) -> None:
+    study = store.set_facts(opened(store), FACTS)
+    large = replace(FACTS.roots[0], trainable=20 * GIB)
+    store.set_facts(study, replace(FACTS, roots=(large,)))
+    short = OutOfMemory(phase="forward", message="no memory")
+    report = TrialReport(index=0, plan=Plan(), verdict=Verdict.OUT_OF_MEMORY, out_of_memory=short)
+    add(store, study, report)
+    memory = figures(read(store, store.study(study.id)))["memory"]
+    assert "activations and others (the rest)" not in named(memory), "nothing is known of it"
+    assert "did not fit" in memory["data"][0]["y"][0]
+    (line,) = memory["layout"]["shapes"]
+    assert 0 < line["x0"] < memory["layout"]["xaxis"]["range"][1]
+
+
+def test_no_heading_without_a_chart(store: Store) -> None:
+    """A script without known losses, and a single plan, whose frontier is no line."""
+    study = opened(store)
+    plain = measured(Plan(), measured_figures(10.0, 22.0))
+    add(store, study, plain, first=replace(trace(3.0), steps=(TracedStep(), TracedStep())))
+    content = read(store, study)
+    found = figures(content)
+    assert set(found) == {"speed", "steps"}
+    assert "frontier" not in named(found["speed"])
+    text = page(content)
+    assert set(re.findall(r'class="plot[^"]*" id="(\w+)"', text)) == {"speed", "steps"}
+    assert "<h2>Losses</h2>" not in text
+    assert "frontier joins" not in text
+
+
+def test_a_loss_that_is_not_finite_is_a_gap(store: Store) -> None:
+    """JSON has no NaN: with one in it, a browser draws no chart at all."""
+    study = opened(store)
+    diverged = measured(Plan(), measured_figures(10.0, 22.0, (float("inf"), 2.0)))
+    add(store, study, diverged, first=trace(3.0, float("nan")))
+    text = page(read(store, study))
+    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', text)
+
+    def refuse(constant: str) -> object:
+        raise AssertionError(constant)
+
+    found = json.loads(data, parse_constant=refuse)
+    assert named(found["losses"])["reference"]["y"] == [3.0, None, None, 2.0]
 
 
 # --- safety and colours -----------------------------------------------------------------------
