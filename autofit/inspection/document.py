@@ -84,6 +84,8 @@ def _part(part: Part) -> dict[str, Any]:
         "module": part.module,
         "line": _line(part.place),
         "source": part.place.source if part.place else None,
+        "library_line": _line(part.library),
+        "library_source": part.library.source if part.library else None,
         "operation": part.operation,
     }
 

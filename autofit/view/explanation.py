@@ -20,6 +20,10 @@ from autofit.worker.records.places import Place
 
 MOST = 10
 """Most rows of the tables by module and by line."""
+HIDES = 0.6
+"""Share of the memory from which a line of the user's is told by the lines of packages below it."""
+OF_MODULES = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIONS)
+"""Kinds that belong to the modules of a model."""
 LEAST = 0.005
 """Share of the memory below which a row is left out of those tables."""
 GROWN = 3
@@ -108,38 +112,71 @@ def kinds(when: str, sizes: Mapping[Kind, int]) -> Table:
 
 
 def by_module(found: Explanation) -> Table:
-    """Return the activations by module; blocks that repeat share a row."""
-    made = table(("activations of", "modules", "tensors", "size", "share"), right=_NUMBERS)
-    parts = [part for part in found.parts if part.kind is Kind.ACTIVATIONS]
+    """Return the memory by module, a column a kind; blocks that repeat share a row."""
+    parts = [part for part in found.parts if part.kind in OF_MODULES]
+    kinds = [kind for kind in OF_MODULES if any(part.kind is kind for part in parts)]
+    titles = ("module", "modules", *map(str, kinds), "size", "share")
+    made = table(titles, right=titles[1:])
     for name, group in _largest(parts, lambda part: NUMBER.sub("*", part.module), found):
+        sizes = sizes_by_kind(group)
         add(
             made,
             name or "outside the model",
             str(len({part.module for part in group})),
-            str(sum(part.count for part in group)),
+            *(format_size(sizes[kind]) if kind in sizes else "-" for kind in kinds),
             *_size_and_share(group, found),
         )
     return made
 
 
 def by_line(found: Explanation) -> Table:
-    """Return the memory by the line of the user's code that made it."""
+    """Return the memory by the line of the user's code that made it.
+
+    A line that holds nearly all memory hides where that was made: the lines of packages below it
+    follow.
+    """
     made = table(("made at", "code", "kinds", "tensors", "size", "share"), right=_NUMBERS)
-    parts = [part for part in found.parts if part.place is not None]
-    for line, group in _largest(parts, lambda part: part.place.line if part.place else "", found):
-        sizes: dict[Kind, int] = defaultdict(int)
-        for part in group:
-            sizes[part.kind] += part.size
-        place = group[0].place
-        add(
-            made,
-            line,
-            place.source[:60] if place else "",
-            ", ".join(map(str, sorted(sizes, key=lambda kind: -sizes[kind])[:3])),
-            str(sum(part.count for part in group)),
-            *_size_and_share(group, found),
-        )
+    parts = [part for part in found.parts if _made_at(part) is not None]
+    for group in _by_place(parts, _made_at, found):
+        _add_line(made, _made_at(group[0]), group, found)
+        if _size(group) < HIDES * sum(found.by_kind.values()):
+            continue
+        below = [part for part in group if part.place is not None and part.library is not None]
+        for each in _by_place(below, lambda part: part.library, found):
+            _add_line(made, each[0].library, each, found, indent="  ")
     return made
+
+
+def _made_at(part: Part) -> Place | None:
+    """Return the user's line that made a part; the package's if a package runs by itself."""
+    return part.place or part.library
+
+
+def _by_place(
+    parts: Sequence[Part], place: Callable[[Part], Place | None], found: Explanation
+) -> list[list[Part]]:
+    """Return the largest groups of parts that were made at one place."""
+
+    def line(part: Part) -> str:
+        at = place(part)
+        return at.line if at else ""
+
+    return [group for _, group in _largest(parts, line, found)]
+
+
+def _add_line(
+    to: Table, place: Place | None, group: Sequence[Part], found: Explanation, *, indent: str = ""
+) -> None:
+    """Add the row of the parts that were made at a place."""
+    sizes = sizes_by_kind(group)
+    add(
+        to,
+        f"{indent}{place.line if place else ''}",
+        place.source[:60] if place else "",
+        ", ".join(map(str, sorted(sizes, key=lambda kind: -sizes[kind])[:3])),
+        str(sum(part.count for part in group)),
+        *_size_and_share(group, found),
+    )
 
 
 def growths(found: Explanation) -> Table:

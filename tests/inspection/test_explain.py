@@ -101,6 +101,99 @@ def test_the_leaking_line_is_named(found: Explanation) -> None:
     assert "kept.append(loss)" in shown(found)
 
 
+LIBRARY = """
+def train(model, optimizer, batches):
+    for x in batches:
+        loss = loss_of(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def loss_of(model, x):
+    return (model(x) - x).square().mean()
+"""
+CALLS_IT = """
+import sys
+
+import torch
+from torch import nn
+
+sys.path.insert(0, "lib/site-packages")
+import loops
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
+optimizer = torch.optim.AdamW(model.parameters())
+loops.train(model, optimizer, (torch.randn(512, 32) for _ in range(40)))
+"""
+
+
+def rows(printed: str) -> list[list[str]]:
+    """Return the cells of each printed line; a row of a package's line keeps its indent."""
+    return [re.split(r"(?<=\S)\s{2,}", line.rstrip()) for line in printed.splitlines()]
+
+
+@pytest.mark.quick
+def test_a_line_that_hides_a_library_is_told_by_the_librarys_lines(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "site-packages" / "loops"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LIBRARY)
+    (tmp_path / "train.py").write_text(CALLS_IT)
+    found = autofit.explain("train.py", cwd=tmp_path, storage=tmp_path / "none.db", quiet=True)
+    printed = rows(shown(found))
+    starts = [row[0] for row in printed]
+    line = starts.index("train.py:13")
+    below = [row for row in printed[line + 1 :] if row[0].startswith("  loops/__init__.py:")]
+    (loss,) = [row for row in below if row[1] == "return (model(x) - x).square().mean()"]
+    assert loss[0] == "  loops/__init__.py:11"
+    assert "activations" in loss[2]
+    assert any(row[1:3] == ["optimizer.step()", "optimizer state"] for row in below)
+    modules = {row[0]: row[1:] for row in printed}
+    assert modules["*"][:2] == ["3", "65.1 KiB"], "three modules, and their weights"
+    parts = explanation_document(found)["parts"]
+    assert {part["library_line"] for part in parts} >= {"loops/__init__.py:11"}
+
+
+@pytest.mark.quick
+def test_a_line_that_hides_nothing_stands_by_itself(found: Explanation) -> None:
+    assert all(part.library is None for part in found.parts), "torch's own lines say little"
+    assert not any(row[0].startswith("  ") for row in rows(shown(found)))
+
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = LlamaConfig(
+    vocab_size=500, hidden_size=64, intermediate_size=256, num_hidden_layers=4,
+    num_attention_heads=2, num_key_value_heads=2,
+)
+ids = torch.randint(0, 500, (400, 64))
+data = [{"input_ids": row, "labels": row} for row in ids]
+args = TrainingArguments(
+    output_dir="out", per_device_train_batch_size=16, max_steps=20, report_to=[],
+    save_strategy="no", use_cpu=True, disable_tqdm=True,
+)
+trainer = Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=data)
+trainer.train()
+"""
+
+
+@pytest.mark.full
+def test_a_trainer_is_told_by_module_and_by_the_lines_of_its_packages(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TRAINER)
+    found = autofit.explain("train.py", cwd=tmp_path, storage=tmp_path / "none.db", quiet=True)
+    printed = rows(shown(found))
+    assert any(row[0].startswith("model.layers.*.mlp") for row in printed)
+    (hidden,) = [row for row in printed if row[1:2] == ["trainer.train()"]]
+    below = [row for row in printed[printed.index(hidden) :] if row[0].startswith("  ")]
+    assert any("transformers/models/llama/modeling_llama.py" in row[0] for row in below)
+    assert any("self.mlp" in row[1] or "down_proj" in row[1] for row in below)
+
+
 @pytest.mark.quick
 def test_techniques_and_cards(found: Explanation) -> None:
     levels = [dict(each.plan.changes) for each in found.techniques]
@@ -144,7 +237,9 @@ def test_the_tables() -> None:
     cells = [tuple(re.split(r"\s{2,}", line.strip())) for line in printed.splitlines()]
     assert ("weights", "40.0 MiB", "6.5 %", "parameters and buffers") in cells
     assert ("sum", "620.0 MiB", "100.0 %") in cells
-    assert ("h.*.act", "2", "4", "60.0 MiB", "9.7 %") in cells
+    assert ("module", "modules", "weights", "activations", "size", "share") in cells
+    assert ("h.*.act", "2", "-", "60.0 MiB", "60.0 MiB", "9.7 %") in cells
+    assert ("h.*", "1", "40.0 MiB", "-", "40.0 MiB", "6.5 %") in cells
     assert ("bf16", "30.0 MiB", "70.0 MiB", "-50 %", "rounding", "measured") in cells
     assert ("bf16", "up to 30.0 MiB", "70.0 MiB", "~-50 %", "rounding", "estimate") in cells
     assert ("T4", "14.0 GiB", "bf16") in cells

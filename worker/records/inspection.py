@@ -62,6 +62,8 @@ class Part:
     """Path of the module, such as ``"encoder.layers.3"``; empty outside the model."""
     place: Place | None = None
     """The line of the user's own code that made them, if known."""
+    library: Place | None = None
+    """The innermost line of a package that ran below it, torch left out, if one did."""
     operation: str = ""
     """The operation of torch that made the largest of them."""
 

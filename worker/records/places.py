@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A line of the user's own code."""
+    """A line of the user's own code, or of a package."""
 
     line: str
-    """File, as given to Python, and line number: ``"train.py:41"``."""
+    """File and line number: ``"train.py:41"``, or ``"transformers/trainer.py:4127"``."""
     source: str = ""
     """The text of the line."""

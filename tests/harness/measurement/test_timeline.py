@@ -7,7 +7,12 @@ from typing import cast
 
 import pytest
 
-from autofit.worker.harness.measurement.allocations import Allocation, AllocationLog, Executed
+from autofit.worker.harness.measurement.allocations import (
+    Allocation,
+    AllocationLog,
+    Executed,
+    Lines,
+)
 from autofit.worker.harness.measurement.timeline import timeline
 
 pytestmark = pytest.mark.quick
@@ -29,7 +34,7 @@ def test_a_copy_for_pow_exists_until_its_gradient_is_computed() -> None:
         step=0,
         phase="forward",
         operation="addmm",
-        line=None,
+        lines=Lines(),
         module="",
         width=8,
         is_float=True,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -106,6 +106,17 @@ SCALAR = 8
 """Bytes of a number, whose type does not change that of a result."""
 Line = tuple[str, int]
 """File and line number."""
+TORCH = os.path.dirname(torch.__file__) + os.sep
+"""The folder of torch, whose own lines say little: nearly all tensors are made in them."""
+
+
+class Lines(NamedTuple):
+    """The lines that were running when a tensor was made."""
+
+    users: Line | None = None
+    """The innermost line of the user's own code."""
+    library: Line | None = None
+    """The innermost line of a package below it, torch left out."""
 
 
 class Allocator(Protocol):
@@ -167,8 +178,8 @@ class Allocation:
     """Optimizer steps taken before."""
     phase: str
     operation: str
-    line: Line | None
-    """The user's line that was running."""
+    lines: Lines
+    """The lines that were running."""
     module: str
     width: int
     """Size of the last dimension."""
@@ -313,8 +324,8 @@ class AllocationLog(TorchDispatchMode):
         self.modules = Modules(self._returned)
         self.step = 0
         """Optimizer steps taken so far."""
-        self.line: Line | None = None
-        """The user's line that started backward: other threads have no frames of the user."""
+        self.lines = Lines()
+        """The lines that started backward: other threads have no frames of the user."""
         self.peaks: dict[str, Operation] = {}
         """The operation with the highest peak of each phase, since ``measure`` was called."""
         self.executed: dict[int, Executed] = {}
@@ -511,7 +522,7 @@ class AllocationLog(TorchDispatchMode):
             step=self.step,
             phase=self._phase(),
             operation=name,
-            line=_users_line(sys._getframe(1)) or self.line,
+            lines=self._running_lines(),
             module=self.modules.running(),
             width=int(tensor.shape[-1]) if tensor.ndim else 1,
             is_float=tensor.dtype == torch.float32,
@@ -522,6 +533,13 @@ class AllocationLog(TorchDispatchMode):
         self._living[key] = made
         self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
         return made
+
+    def _running_lines(self) -> Lines:
+        """Return the lines that are running; in a thread of backward, those that started it."""
+        found = present_lines()
+        if found.users is not None:
+            return found
+        return Lines(self.lines.users, found.library or self.lines.library)
 
     def _freed(self, key: int) -> None:
         found = self._living.pop(key, None)
@@ -562,13 +580,17 @@ def backward_of(names: frozenset[str]) -> frozenset[str]:
     return frozenset({*found, *(f"{name}_backward_data" for name in names)})
 
 
-def _users_line(frame: FrameType | None) -> Line | None:
-    """Return the innermost line of the user's own code on the stack."""
+def present_lines() -> Lines:
+    """Return the lines that this thread runs now."""
+    library = None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_users(frame.f_code):
-            return frame.f_code.co_filename, frame.f_lineno
+            return Lines((frame.f_code.co_filename, frame.f_lineno), library)
+        if library is None and _is_of_package(frame.f_code):
+            library = frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return None
+    return Lines(None, library)
 
 
 @cache
@@ -576,6 +598,7 @@ def _is_users(code: CodeType) -> bool:
     return frames.is_users(code.co_filename)
 
 
-def present_line() -> Line | None:
-    """Return the innermost line of the user's code that this thread runs now."""
-    return _users_line(sys._getframe(1))
+@cache
+def _is_of_package(code: CodeType) -> bool:
+    name = code.co_filename
+    return frames.is_of_package(name) and not name.startswith(TORCH)

@@ -22,8 +22,9 @@ from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.measurement import leaks, snapshot
 from autofit.worker.harness.measurement.allocations import (
     AllocationLog,
+    Lines,
     allocator_of,
-    present_line,
+    present_lines,
 )
 from autofit.worker.harness.measurement.moments import (
     FORWARD,
@@ -187,13 +188,13 @@ class InspectedRun(Session):
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass, and note which operations belong to it."""
-        self._log.line = present_line()
+        self._log.lines = present_lines()
         self._began = self._log.now + 1
         try:
             run()
         finally:
             self._backwards.append((self._began, self._log.now))
-            self._log.line = None
+            self._log.lines = Lines()
             self._graph_open = False
             self._mark_gradients()
 
@@ -263,17 +264,17 @@ class InspectedRun(Session):
             if not root.alive:
                 continue
             self._log.modules.learn(root.module)
-            for path, module in root.module.named_modules():
+            for module in root.module.modules():
                 own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
                 for tensor in own:
-                    self._log.mark(tensor, Kind.WEIGHTS, path)
+                    self._log.mark(tensor, Kind.WEIGHTS, self._log.modules.name_of(module))
 
     def _owners(self) -> list[tuple[str, nn.Parameter]]:
         return [
-            (path, parameter)
+            (self._log.modules.name_of(module), parameter)
             for root in self.roots
             if root.alive
-            for path, module in root.module.named_modules()
+            for module in root.module.modules()
             for parameter in module.parameters(recurse=False)
         ]
 

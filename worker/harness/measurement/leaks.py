@@ -46,7 +46,7 @@ def growths(log: AllocationLog, first: int) -> tuple[Growth, ...]:
     groups: dict[tuple[object, ...], list[Allocation]] = defaultdict(list)
     for each in log.existing():
         if each.step in steps and not each.role:
-            groups[each.line, each.operation, each.module].append(each)
+            groups[each.lines.users, each.operation, each.module].append(each)
     found = [group for group in groups.values() if {each.step for each in group} == set(steps)]
     if not found:
         return ()
@@ -57,11 +57,12 @@ def growths(log: AllocationLog, first: int) -> tuple[Growth, ...]:
 
 def _growth(group: Sequence[Allocation], steps: int, holders: _Holders) -> Growth:
     largest = max(group, key=lambda each: each.size)
+    made = largest.lines.users
     holder, held_at = holders.of(group)
     return Growth(
         size=sum(each.size for each in group) // steps,
         count=max(1, len(group) // steps),
-        made=None if largest.line is None else frames.place_at(*largest.line),
+        made=None if made is None else frames.place_at(*made),
         operation=largest.operation,
         module=largest.module,
         holder=holder,

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from autofit.worker.harness.measurement.allocations import Allocation, AllocationLog, Operation
+from autofit.worker.harness.measurement.allocations import (
+    Allocation,
+    AllocationLog,
+    Line,
+    Operation,
+)
 from autofit.worker.harness.torch_state import frames
 from autofit.worker.records.inspection import Kind, Moment, Part
+from autofit.worker.records.places import Place
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 """Phases of a step. Forward ends where backward begins, so the loss is a part of it."""
@@ -72,7 +78,7 @@ def _parts(kinds: Iterable[tuple[Allocation, Kind]]) -> list[Part]:
     """Return the parts of the tensors, the largest first; small ones beyond ``MOST`` are joined."""
     groups: dict[tuple[object, ...], list[tuple[Allocation, Kind]]] = defaultdict(list)
     for each, kind in kinds:
-        groups[kind, each.module, each.line, each.operation].append((each, kind))
+        groups[kind, each.module, each.lines, each.operation].append((each, kind))
     parts = [_part([each for each, _ in group], group[0][1]) for group in groups.values()]
     parts.sort(key=lambda part: -part.size)
     rest: dict[Kind, list[Part]] = defaultdict(list)
@@ -92,9 +98,14 @@ def _part(group: Sequence[Allocation], kind: Kind) -> Part:
         size=sum(each.size for each in group),
         count=len(group),
         module=largest.module,
-        place=None if largest.line is None else frames.place_at(*largest.line),
+        place=_place(largest.lines.users),
+        library=_place(largest.lines.library),
         operation=largest.operation,
     )
+
+
+def _place(line: Line | None) -> Place | None:
+    return None if line is None else frames.place_at(*line)
 
 
 def _rest(existing: Iterable[Allocation], peak: Operation) -> list[Part]:

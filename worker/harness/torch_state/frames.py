@@ -74,6 +74,16 @@ def is_library(name: str) -> bool:
     return name.startswith(LIBRARIES) or any(folder in name for folder in PACKAGES)
 
 
+def is_of_package(name: str) -> bool:
+    """Return whether the file called ``name`` is part of an installed package, and not ours."""
+    return _in_package(name) != name and not name.startswith(OURS)
+
+
+def _in_package(name: str) -> str:
+    """Return the path of a file inside the folder of packages: ``"transformers/trainer.py"``."""
+    return next((name.rpartition(each)[2] for each in PACKAGES if each in name), name)
+
+
 def mentioned(*words: str) -> bool:
     """Return whether the script has one of ``words``, or a module of the user's that it names."""
     script = sys.modules["__main__"]
@@ -89,7 +99,9 @@ def mentioned(*words: str) -> bool:
 
 def place_at(name: str, number: int) -> Place:
     """Return line ``number`` of the file called ``name``."""
-    shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
+    shown = _in_package(name)
+    if name == shown and name.startswith(os.getcwd() + os.sep):
+        shown = os.path.relpath(name)
     return Place(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
 
 
