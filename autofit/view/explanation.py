@@ -21,7 +21,7 @@ from autofit.worker.records.places import Place
 MOST = 10
 """Most rows of the tables by module and by line."""
 HIDES = 0.6
-"""Share of the memory from which a line of the user's is told by the lines of packages below it."""
+"""A line with this share of what all lines made is told by the lines of packages below it."""
 OF_MODULES = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIONS)
 """Kinds that belong to the modules of a model."""
 LEAST = 0.005
@@ -132,14 +132,13 @@ def by_module(found: Explanation) -> Table:
 def by_line(found: Explanation) -> Table:
     """Return the memory by the line of the user's code that made it.
 
-    A line that holds nearly all memory hides where that was made: the lines of packages below it
-    follow.
+    A line that made most of it hides where: the lines of packages below it follow.
     """
     made = table(("made at", "code", "kinds", "tensors", "size", "share"), right=_NUMBERS)
     parts = [part for part in found.parts if _made_at(part) is not None]
     for group in _by_place(parts, _made_at, found):
         _add_line(made, _made_at(group[0]), group, found)
-        if _size(group) < HIDES * sum(found.by_kind.values()):
+        if _size(group) < HIDES * _size(parts):
             continue
         below = [part for part in group if part.place is not None and part.library is not None]
         for each in _by_place(below, lambda part: part.library, found):

@@ -28,6 +28,7 @@ EVIL = "train\x1b[2J.py"
 """A name that would clear a terminal."""
 SCRIPT = Script(target=EVIL, cwd="/project")
 PLACE = Place(line=f"{EVIL}:7", source="loss = model(x)")
+BELOW = Place(line="lib/net.py:3", source="return act(x)")
 H200 = Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 * GIB)
 
 
@@ -35,8 +36,17 @@ def explanation() -> Explanation:
     """Return an explanation with a leak, a technique of each basis, and two cards."""
     parts = (
         Part(kind=Kind.WEIGHTS, size=40 * MIB, module="h.0", place=PLACE),
-        Part(kind=Kind.ACTIVATIONS, size=30 * MIB, count=2, module="h.0.act", place=PLACE),
-        Part(kind=Kind.ACTIVATIONS, size=30 * MIB, count=2, module="h.1.act", place=PLACE),
+        *(
+            Part(
+                kind=Kind.ACTIVATIONS,
+                size=30 * MIB,
+                count=2,
+                module=f"h.{block}.act",
+                place=PLACE,
+                library=BELOW,
+            )
+            for block in range(2)
+        ),
     )
     inspected = Inspected(
         moments=(Moment(phase="backward", peak=100 * MIB, parts=parts, operation="mm"),),

@@ -240,6 +240,8 @@ def test_the_tables() -> None:
     assert ("module", "modules", "weights", "activations", "size", "share") in cells
     assert ("h.*.act", "2", "-", "60.0 MiB", "60.0 MiB", "9.7 %") in cells
     assert ("h.*", "1", "40.0 MiB", "-", "40.0 MiB", "6.5 %") in cells
+    below = ("lib/net.py:3", "return act(x)", "activations", "4", "60.0 MiB", "9.7 %")
+    assert below in cells, "of what lines made, this line made all"
     assert ("bf16", "30.0 MiB", "70.0 MiB", "-50 %", "rounding", "measured") in cells
     assert ("bf16", "up to 30.0 MiB", "70.0 MiB", "~-50 %", "rounding", "estimate") in cells
     assert ("T4", "14.0 GiB", "bf16") in cells
