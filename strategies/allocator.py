@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autofit.facts import Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Strategy
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, ScriptPart, Strategy
 
 EXPANDABLE = "expandable"
 
@@ -41,8 +41,9 @@ class Allocator(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Return a comment only: the setting is an environment variable."""
-        return ByHand(prepare="# the allocator is set in the environment")
+        """The setting is an environment variable."""
+        variables = " ".join(f"{name}={value}" for name, value in self.environment(level).items())
+        return ByHand(setting=f"set {variables} before Python starts", part=ScriptPart.SCRIPT)
 
     def environment(self, level: str) -> dict[str, str]:
         """Set expandable segments, by the variable that torch reads first since 2.9."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, ClassVar, Protocol
 
@@ -129,20 +129,48 @@ class Level:
     does not multiply the combinations."""
 
 
+class ScriptPart(StrEnum):
+    """The part of a script in which a person sets a level by hand."""
+
+    SCRIPT = "script"
+    """Anywhere before training, because it holds for the whole process."""
+    MODEL = "model"
+    """Where the model has been made, before its optimizer is."""
+    OPTIMIZER = "optimizer"
+    """Where the optimizer is made."""
+    LOADER = "loader"
+    """Where the loader of the training data is made."""
+    STEP = "step"
+    """Where the model is called, and its loss computed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByHand:
-    """A level written in plain PyTorch, for ``autofit best --format python``."""
+    """A level set by hand: in words, and in plain PyTorch where that says it."""
 
+    setting: str
+    """What to do, with every name and value, in one line. An export that cannot carry the level
+    says this, and adds where the framework has that ``part``."""
+    part: ScriptPart
     prepare: str = ""
     """Statements on ``model``, once, before training; ``torch`` is imported."""
     blocks: bool = False
     """They need the model's ``blocks``."""
     around: str = ""
     """A context manager around ``model(x)``, as an expression."""
+    optimizer: Mapping[str, str] = field(default_factory=dict)
+    """Arguments with which the optimizer is made, as code."""
+    loader: Mapping[str, str] = field(default_factory=dict)
+    """Arguments with which the loader of the training data is made, as code."""
     scaled: bool = False
     """Gradients need a ``torch.amp.GradScaler``."""
     samples: int | None = None
     """The largest chunk in which the model sees the batch."""
+
+    @property
+    def in_code(self) -> bool:
+        """Whether statements on the model or contexts around its call say all of it."""
+        return bool(self.prepare or self.around or self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -498,7 +526,7 @@ class Strategy(ABC):
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Return ``level`` as plain PyTorch code; ``None`` if that takes more than a few lines."""
+        """Return how to set ``level`` by hand; ``None`` if that takes more than a few lines."""
         return None
 
     def environment(self, level: str) -> dict[str, str]:

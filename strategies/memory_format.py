@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from weakref import ref
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, ScriptPart, Strategy, Undo
 from autofit.strategies.compile import WHOLE
 
 OTHERWISE = "view size is not compatible with input tensor's size and stride"
@@ -75,8 +75,10 @@ class MemoryFormat(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Convert the model, as is usual, and its inputs."""
         return ByHand(
+            setting="convert the model and each batch by .to(memory_format=torch.channels_last)",
+            part=ScriptPart.MODEL,
             prepare="model.to(memory_format=torch.channels_last)\n"
-            "# and each batch: pictures = pictures.to(memory_format=torch.channels_last)"
+            "# and each batch: pictures = pictures.to(memory_format=torch.channels_last)",
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from autofit.exceptions import UsageError
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 
 AUTO = "auto"
 """The level of a search: the harness finds the size."""
@@ -72,7 +82,13 @@ class MicroBatch(Strategy):
 
     def by_hand(self, level: str) -> ByHand | None:
         """Split the batch in the training step. ``auto`` has no size yet."""
-        return None if level == AUTO else ByHand(samples=int(level))
+        if level == AUTO:
+            return None
+        setting = (
+            f"call the model on at most {level} samples at once, call backward on each loss times"
+            " its share of the batch, and step once"
+        )
+        return ByHand(setting=setting, part=ScriptPart.STEP, samples=int(level))
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Split the root's calls. A number has replaced ``auto`` before."""

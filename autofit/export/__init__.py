@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from autofit.exceptions import UsageError
 
 if TYPE_CHECKING:
     from autofit.analysis.result import Result
+    from autofit.export.carried import Carried
 
 FORMATS = (
     "accelerate",
@@ -42,26 +44,40 @@ SUFFIXES: Mapping[str, str] = {
 def render(form: str, result: Result, *, partial: bool = False) -> str:
     """Return ``result`` in the format ``form``, one of ``FORMATS``; it ends in a newline.
 
-    Raises ``UsageError`` if the format cannot carry the whole plan. With ``partial`` the text
-    leaves out what the format cannot carry, and names it.
+    Raises ``UsageError`` if the format cannot carry the whole plan; the message says what to set by
+    hand. With ``partial`` the text leaves out what the format cannot carry, and names it.
     """
     if not partial and (left := lost(form, result)):
         raise UsageError(
             f"--format {form} cannot carry {', '.join(left)}; add --partial to leave that out,"
             " or choose --format torchrun, which carries every plan"
         )
-    text: str = importlib.import_module(f"{__name__}.as_{form}").render(result)
+    text: str = _module(form).render(result)
     return text
 
 
 def lost(form: str, result: Result) -> tuple[str, ...]:
-    """Return the strategies of the plan that ``form`` cannot carry, each with its level.
-
-    A format's module has a function ``carried(result)`` that returns the names of the strategies
-    that it carries. A module without this function carries every plan.
-    """
-    module = importlib.import_module(f"{__name__}.as_{form}")
-    if not hasattr(module, "carried"):
+    """Return the levels of the plan that ``form`` cannot carry, and how to set each by hand."""
+    found = expressed(form, result)
+    if found is None:
         return ()
-    names = module.carried(result)
-    return tuple(f"{name} {level}" for name, level in result.plan.changes if name not in names)
+    return tuple(
+        f"{strategy.name} {level} ({found.told(strategy, level)})"
+        for strategy, level in result.plan
+        if strategy.name not in found.strategies
+    )
+
+
+def expressed(form: str, result: Result) -> Carried | None:
+    """Return what ``form`` carries of the plan; ``None`` if it carries every plan.
+
+    A format's module has a function ``settings`` that returns it. A module without this function
+    carries every plan.
+    """
+    module = _module(form)
+    found: Carried | None = module.settings(result) if hasattr(module, "settings") else None
+    return found
+
+
+def _module(form: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.as_{form}")

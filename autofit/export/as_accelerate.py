@@ -13,14 +13,18 @@ from autofit.analysis.result import Result
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.export.header import launched_with
 from autofit.strategies import AS_IS
+from autofit.strategies.base import ScriptPart
 from autofit.strategies.precision import AUTOCAST
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 RENAMED = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
 """Keys of the config file for variables that have another name, in lower case."""
-IN_FSDP = ("zero2", "full", "hybrid")
+IN_FSDP = ("zero2", "full", "hybrid", "full_offload")
 """Levels of ``sharding`` that FSDP2 has too."""
+BEFORE = "before accelerator.prepare()"
+PARTS = dict.fromkeys((ScriptPart.MODEL, ScriptPart.OPTIMIZER, ScriptPart.LOADER), BEFORE)
+"""Where a script with an ``Accelerator`` has what is set by hand."""
 
 
 def render(result: Result) -> str:
@@ -41,14 +45,9 @@ def render(result: Result) -> str:
     )
 
 
-def carried(result: Result) -> set[str]:
-    """Return the names of the strategies that the file expresses."""
-    return settings(result).strategies
-
-
 def settings(result: Result) -> Carried:
     """Return the fields of Accelerate's ``ClusterConfig`` for the plan of ``result``."""
-    plan, found, launched = result.plan, Carried(), launched_with(result)
+    plan, found, launched = result.plan, Carried(parts=PARTS), launched_with(result)
     precision = launched.get("ACCELERATE_MIXED_PRECISION", "no")
     if plan["precision"] in AUTOCAST:
         precision = plan["precision"]
@@ -108,7 +107,7 @@ def _fsdp_of(result: Result, found: Carried) -> dict[str, Any] | None:
         "fsdp_reshard_after_forward": level != "zero2",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if own else "NO_WRAP",
         "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_offload_params": False,
+        "fsdp_offload_params": level == "full_offload",
     }
 
 
@@ -148,12 +147,22 @@ def _about_batches(result: Result, found: Carried) -> None:
                 "DataLoaderConfiguration(split_batches=True), given to the Accelerator, does so."
             )
     if plan["micro_batch"] != AS_IS and not split:
-        total = result.measurement.effective_batch
-        found.notes.append(
-            f"By hand: {size} samples a batch and gradients accumulated to {total} a step."
-        )
+        found.by_hand |= accumulation(result)
     if result.devices > 1 and result.hardware.device == "cpu":
         found.notes.append("On a CPU, accelerate launch starts one process; only MPI starts more.")
+
+
+def accumulation(result: Result) -> dict[str, str]:
+    """Return how a script splits its batch by the ``Accelerator``; empty if chunks differ."""
+    chunks = parts(result)
+    if chunks is None:
+        return {}
+    told = (
+        f"DataLoader(batch_size={result.measurement.micro_batch}),"
+        f" Accelerator(gradient_accumulation_steps={chunks}), and the training step inside"
+        " `with accelerator.accumulate(model):`"
+    )
+    return {"micro_batch": told}
 
 
 def _about_precision(result: Result, found: Carried, fsdp: object, deepspeed: object) -> None:

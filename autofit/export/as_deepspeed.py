@@ -12,9 +12,13 @@ from typing import Any
 from autofit.analysis.result import Result
 from autofit.export.carried import Carried, parts, samples_a_device
 from autofit.strategies import AS_IS
+from autofit.strategies.base import ScriptPart
 
-STAGES = {AS_IS: 0, "zero1": 1, "zero2": 2, "full": 3}
+STAGES = {AS_IS: 0, "zero1": 1, "zero2": 2, "full": 3, "full_offload": 3}
 """ZeRO's stage for each level of ``sharding``. Stage 2 also shards gradients only."""
+
+PARTS = dict.fromkeys((ScriptPart.MODEL, ScriptPart.OPTIMIZER), "before deepspeed.initialize()")
+"""Where a script for DeepSpeed has what is set by hand."""
 
 
 def render(result: Result) -> str:
@@ -22,14 +26,9 @@ def render(result: Result) -> str:
     return json.dumps(settings(result).fields, indent=2) + "\n"
 
 
-def carried(result: Result) -> set[str]:
-    """Return the names of the strategies that the config expresses."""
-    return settings(result).strategies
-
-
 def settings(result: Result) -> Carried:
     """Return the fields for the plan of ``result``."""
-    plan, found, chunks = result.plan, Carried(), parts(result)
+    plan, found, chunks = result.plan, Carried(parts=PARTS), parts(result)
     found.strategies.discard("allocator")  # a file without comments cannot name the variable
     found.fields["train_batch_size"] = result.measurement.effective_batch
     here = samples_a_device(result) if chunks is None else result.measurement.micro_batch
@@ -41,6 +40,10 @@ def settings(result: Result) -> Carried:
         found.express("ranks")
     if plan["sharding"] in STAGES:
         found.express("sharding", {"zero_optimization": _zero(plan["sharding"])})
+    if plan["sharding"] == "full_offload":
+        found.fields["zero_force_ds_cpu_optimizer"] = (
+            False  # the script's own optimizer steps there
+        )
     if plan["precision"] == "bf16":
         # The section bf16 would convert the weights. The plan's autocast keeps them in float32.
         autocast = {"enabled": True, "dtype": "bfloat16"}
@@ -50,7 +53,9 @@ def settings(result: Result) -> Carried:
 
 
 def _zero(sharding: str) -> dict[str, Any]:
-    return {"stage": STAGES[sharding], "overlap_comm": True, "contiguous_gradients": True}
+    zero = {"stage": STAGES[sharding], "overlap_comm": True, "contiguous_gradients": True}
+    on_host = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    return {**zero, **on_host} if sharding == "full_offload" else zero
 
 
 def of_trainer(result: Result) -> dict[str, Any]:

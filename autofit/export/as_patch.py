@@ -10,21 +10,28 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 from autofit.analysis.result import Result
 from autofit.exceptions import UsageError
-from autofit.export import as_lightning, as_trainer
+from autofit.export import as_accelerate, as_lightning, as_trainer
+from autofit.export.as_python import around
 from autofit.export.carried import Carried, comments
-from autofit.export.source import Source
-from autofit.plan import Plan
+from autofit.export.source import Made, Source
 from autofit.strategies import AS_IS
+from autofit.strategies.base import ByHand
 from autofit.strategies.precision import AUTOCAST
 
-WORKERS = 4
 WHY = "the script does not show where"
+LOADER = ("dataset", "batch_size")
+"""The positional arguments of a ``DataLoader`` that a plan may change."""
+FUSED_AND_CLIPPED = (
+    "take the callback of --format lightning, because Trainer(gradient_clip_val=...) refuses"
+    " fused=True under mixed precision"
+)
 
 
 def render(result: Result) -> str:
@@ -45,9 +52,9 @@ def render(result: Result) -> str:
     return "\n".join(comments(result, WHY, found)) + "\n" + "".join(_ended(lines))
 
 
-def carried(result: Result) -> set[str]:
-    """Return the names of the strategies that the patch applies."""
-    return set() if result.plan.neutral else _patched(result)[2].strategies
+def settings(result: Result) -> Carried:
+    """Return the strategies that the patch applies."""
+    return Carried() if result.plan.neutral else _patched(result)[2]
 
 
 def _ended(lines: Iterator[str]) -> Iterator[str]:
@@ -76,16 +83,21 @@ def _patched(result: Result) -> tuple[str, str, Carried]:
             f"--format patch: {str(_path(result))!r} cannot be read here: {reason};"
             " see --format python"
         ) from error
-    found = Carried()
     if (call := source.call("TrainingArguments")) is not None:
         if any(each.arg is None for each in call.keywords):
-            return text, text, found  # ** may hold the same arguments
+            return text, text, Carried(parts=as_trainer.PARTS)  # ** may hold the same arguments
         own = as_trainer.settings(result)
         own.fields.pop("use_cpu", None)
         source.set_keywords(call, {key: _python(value) for key, value in own.fields.items()})
         return text, source.text, own
-    _precision(result, source, found)
-    _loop(result, source, found)
+    if source.lightning_trainer() is not None:
+        found = _lightning(result, source)
+    else:
+        found = Carried()
+        _accelerator(result, source, found)
+        _chunks(result, source, found)
+    _arguments(result, source, found)
+    _model(result, source, found)
     return text, source.text, found
 
 
@@ -95,88 +107,180 @@ def _python(value: object) -> str:
     return text.replace("true", "True").replace("false", "False").replace("null", "None")
 
 
-def _precision(result: Result, source: Source, found: Carried) -> None:
-    """Set the precision in the script's ``Trainer`` of Lightning, or in its ``Accelerator``."""
-    call = source.call("Trainer") if source.imports("lightning", "pytorch_lightning") else None
-    level = result.plan["precision"]
-    if call is not None and level in as_lightning.PRECISIONS:
-        source.set_keywords(call, {"precision": f'"{as_lightning.PRECISIONS[level]}"'})
-        found.express("precision")
+def _lightning(result: Result, source: Source) -> Carried:
+    """Set the arguments of the script's ``lightning.Trainer``, and its loader's batch size."""
+    own = as_lightning.arguments(result)
+    call = source.lightning_trainer()
+    if call is None or any(each.arg is None for each in call.keywords):
+        return Carried(parts=own.parts)  # ** may hold the same arguments
+    given = {each.arg for each in call.keywords}
+    mixed = result.plan["precision"] in as_lightning.PRECISIONS or "precision" in given
+    if mixed and "gradient_clip_val" in given and result.plan["optimizer"] == "fused":
+        own.by_hand["optimizer"] = FUSED_AND_CLIPPED
+    size, splits = as_lightning.batch_size(result), "micro_batch" in own.strategies
+    if size is not None and _set_batch_size(size, source):
+        own.in_script.clear()
+    elif splits:
+        own.strategies.discard("micro_batch")
+        own.in_script.clear()
+        trainer = f"Trainer(accumulate_grad_batches={own.fields.pop('accumulate_grad_batches')})"
+        own.by_hand["micro_batch"] = (
+            f"DataLoader(batch_size={size}) for Trainer.fit(), and {trainer}"
+        )
+    call = source.lightning_trainer()
+    assert call is not None
+    package = source.lightning_package()
+    fields = {
+        name: code.replace("lightning.pytorch.", package) for name, code in own.fields.items()
+    }
+    source.set_keywords(call, fields)
+    if "(" in fields.get("strategy", ""):
+        source.import_(f"{package}strategies")
+    return own
+
+
+def _set_batch_size(size: int, source: Source) -> bool:
+    """Set the batch size of the training loader; return whether the script shows where."""
+    call = source.training_loader()
+    if call is None or any(each.arg in (None, "batch_sampler") for each in call.keywords):
+        return False
+    source.set_keywords(call, {"batch_size": str(size)}, LOADER)
+    return True
+
+
+def _accelerator(result: Result, source: Source, found: Carried) -> None:
+    """Set the precision in the script's ``Accelerator``."""
     call = source.call("Accelerator")
-    if call is not None and level in AUTOCAST:
+    if call is None:
+        return
+    found.parts = as_accelerate.PARTS
+    found.by_hand |= as_accelerate.accumulation(result)
+    level = result.plan["precision"]
+    if level in AUTOCAST:
         source.set_keywords(call, {"mixed_precision": f'"{level}"'})
         found.express("precision")
 
 
-def _loop(result: Result, source: Source, found: Carried) -> None:
-    plan = result.plan
-    optimizers = result.facts.optimizers if result.facts is not None else ()
-    _loader(plan, source, found)
-    if plan["zero_grad"] != AS_IS and (call := source.call("zero_grad")) is not None:
-        source.set_keywords(call, {"set_to_none": "True"})
-        found.express("zero_grad")
-    size = int(plan["micro_batch"]) if plan["micro_batch"].isdecimal() else None
-    made = source.optimizer(optimizers)
-    if size and made is not None and source.train_in_chunks(made.model, size):
+def _chunks(result: Result, source: Source, found: Carried) -> None:
+    """Train on chunks of the batch in a plain loop."""
+    level = result.plan["micro_batch"]
+    made = source.optimizer(_optimizers(result))
+    if made is None or made.model is None or not level.isdecimal():
+        return
+    if source.train_in_chunks(made.model, int(level)):
         found.express("micro_batch")
         found.notes.append("The loss must be a mean over the samples, as the search found it.")
+
+
+def _arguments(result: Result, source: Source, found: Carried) -> None:
+    """Set arguments where the script makes its loader and optimizer, and zeroes gradients."""
+    hands = {s.name: hand for s, level in result.plan if (hand := s.by_hand(level)) is not None}
+    for name, hand in hands.items():
+        if hand.loader and (loader := source.training_loader()) is not None:
+            source.set_keywords(loader, hand.loader, LOADER)
+            found.express(name)
+        made = source.optimizer(_optimizers(result))
+        if hand.optimizer and made is not None and name not in found.by_hand:
+            source.set_keywords(made.call, hand.optimizer)
+            found.express(name)
+    if result.plan["zero_grad"] != AS_IS and (call := source.call("zero_grad")) is not None:
+        source.set_keywords(call, {"set_to_none": "True"})
+        found.express("zero_grad")
+
+
+def _model(result: Result, source: Source, found: Carried) -> None:
+    """Insert the statements on the model above the one that makes its optimizer."""
+    optimizers = _optimizers(result)
     made = source.optimizer(optimizers)
-    if made is None:
+    if made is None or made.model is None:
         return
-    keywords = {"fused": {"fused": "True"}, "single": {"foreach": "False"}}
-    if plan["optimizer"] in keywords:
-        source.set_keywords(made.call, keywords[plan["optimizer"]])
-        found.express("optimizer")
-    statements = list(_on_model(result, source, made.model, found))
+    if made.model == "self" and not _is_root(result, made):
+        return  # the search has tuned another module
+    statements = list(_on_model(result, source, made, found))
     source.before_optimizer(optimizers, "\n".join(statements))
 
 
-def _loader(plan: Plan, source: Source, found: Carried) -> None:
-    call = source.call("DataLoader")
-    if plan["data_loading"] != AS_IS and call is not None:
-        pinned = {"pin_memory": "True"} if plan["data_loading"] == "pinned" else {}
-        source.set_keywords(call, {"num_workers": str(WORKERS), **pinned})
-        found.express("data_loading")
+def _optimizers(result: Result) -> tuple[str, ...]:
+    return result.facts.optimizers if result.facts is not None else ()
 
 
-def _on_model(result: Result, source: Source, model: str, found: Carried) -> Iterator[str]:
+def _is_root(result: Result, made: Made) -> bool:
+    """Return whether the class whose method makes the optimizer is the only root."""
+    roots = result.facts.roots if result.facts is not None else ()
+    return {root.name for root in roots} == {made.within}
+
+
+def _on_model(result: Result, source: Source, made: Made, found: Carried) -> Iterator[str]:
     """Yield the statements that change the model before its optimizer is made."""
-    plan = result.plan
-    blocks = source.blocks()
+    model = str(made.model)
+    blocks = source.blocks(made.within if model == "self" else None)
+    for strategy, level in result.plan:
+        hand = strategy.by_hand(level)
+        own = OWN.get(strategy.name, _as_by_hand)
+        if hand is None or strategy.name in found.strategies:
+            continue
+        statements = own(result, level, hand, model, blocks)
+        for line in statements:
+            found.express(strategy.name)
+            if line.startswith("import "):
+                source.import_(line.removeprefix("import "))
+            else:
+                yield line
+
+
+def _as_by_hand(
+    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
+) -> Iterator[str]:
+    """Yield the lines that set a level on a model without regard to its blocks."""
+    if hand.blocks or hand.scaled:
+        return
+    code = dedent(hand.prepare).strip("\n")
+    yield from re.sub(r"\bmodel\b", model, code).splitlines()
+    if hand.around:
+        yield from around(hand.around, model).splitlines()
+
+
+def _checkpointed(
+    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
+) -> Iterator[str]:
+    """Yield the lines that checkpoint the first blocks, or all by the model's own method."""
     of_hub = result.facts is not None and any(root.transformers for root in result.facts.roots)
-    if plan["precision"] == "tf32":
-        found.express("precision")
-        yield 'torch.set_float32_matmul_precision("high")'
-        yield "torch.backends.cudnn.allow_tf32 = True"
-    if plan["memory_format"] != AS_IS:
-        found.express("memory_format")
-        yield f"{model}.to(memory_format=torch.channels_last)"
-    level = plan["checkpointing"]
     if level == "all" and of_hub:
-        found.express("checkpointing")
         yield f"{model}.gradient_checkpointing_enable()"
     elif blocks is not None and (level == "all" or level.isdecimal()):
-        found.express("checkpointing")
         some = "" if level == "all" else f"[:{level}]"
-        yield dedent(f"""\
-            for block in {model}.{blocks}{some}:
-                block.forward = functools.partial(
-                    torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
-                )""")
-        source.import_("functools")
-        source.import_("torch.utils.checkpoint")
-    if plan["precision"] == "bf16" and "precision" not in found.strategies:
-        # Around the loss, autocast would compute cross-entropy in bf16 on a GPU.
-        found.express("precision")
-        yield dedent(f"""\
-            {model}.forward = accelerate.utils.convert_outputs_to_fp32(
-                torch.autocast("{result.hardware.device}", dtype=torch.bfloat16)({model}.forward)
-            )""")
-        source.import_("accelerate.utils")
-        source.import_("torch")
-    if plan["compile"] == "full":
-        found.express("compile")
-        yield f"{model}.compile()"
-    elif plan["compile"] == "regional" and blocks is not None:
-        found.express("compile")
-        yield f"for block in {model}.{blocks}:\n    block.compile()"
+        yield "import functools"
+        yield "import torch.utils.checkpoint"
+        yield f"for block in {model}.{blocks}{some}:"
+        yield "    block.forward = functools.partial("
+        yield "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False"
+        yield "    )"
+
+
+def _in_autocast(
+    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
+) -> Iterator[str]:
+    """Yield the lines for TF32 and bf16. Under bf16 the loss stays outside of autocast."""
+    if level != "bf16":
+        yield from _as_by_hand(result, level, hand, model, blocks)
+        return
+    # Around the loss, autocast would compute cross-entropy in bf16 on a GPU.
+    yield "import accelerate.utils"
+    yield f"{model}.forward = accelerate.utils.convert_outputs_to_fp32("
+    yield f'    torch.autocast("{result.hardware.device}", dtype=torch.bfloat16)({model}.forward)'
+    yield ")"
+
+
+def _compiled(
+    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
+) -> Iterator[str]:
+    """Yield the lines that compile the blocks, or the model."""
+    if level != "regional":
+        yield from _as_by_hand(result, level, hand, model, blocks)
+    elif blocks is not None:
+        yield f"for block in {model}.{blocks}:"
+        yield "    block.compile()"
+
+
+OWN = {"checkpointing": _checkpointed, "precision": _in_autocast, "compile": _compiled}
+"""Strategies that a script shows a better place for than ``ByHand`` does."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from textwrap import dedent, indent
 
 from autofit.analysis.result import Result
+from autofit.export.carried import Carried
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.strategies.base import ByHand
@@ -27,6 +28,14 @@ import torch
 from torch import nn
 """
 """Imports of a program that finds the repeated blocks of a model."""
+AROUND = """
+def inside(*args, forward={model}.forward, **kwargs):
+    x = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
+    with {context}:
+        return forward(*args, **kwargs)
+
+{model}.forward = inside
+"""
 
 
 def render(result: Result) -> str:
@@ -36,16 +45,28 @@ def render(result: Result) -> str:
     by_blocks = any(hand.blocks for hand in hands)
     imports = IMPORTS.strip() if by_blocks else "import torch"
     top = "\n\n".join(filter(None, [_head(result), imports, scaler]))
-    search = [_block_search()] if by_blocks else []
+    search = [block_search()] if by_blocks else []
     return "\n\n\n".join([top, *search, _prepare(result.plan), _train_step(hands)]) + "\n"
 
 
-def carried(result: Result) -> set[str]:
-    """Return the names of the strategies that a few lines of PyTorch express."""
-    return {strategy.name for strategy, level in result.plan if strategy.by_hand(level)}
+def settings(result: Result) -> Carried:
+    """Return the strategies that a few lines of PyTorch express, or a comment above them."""
+    found = Carried()
+    for strategy, level in result.plan:
+        if hand := strategy.by_hand(level):
+            found.express(strategy.name)
+            found.in_script += [] if hand.in_code else [hand.setting]
+    return found
 
 
-def _block_search() -> str:
+def around(context: str, model: str) -> str:
+    """Return statements that put a context, written as ``ByHand.around``, around a forward."""
+    lines = AROUND.format(context=context, model=model).strip("\n").splitlines()
+    uses_x = "x." in context
+    return "\n".join(line for line in lines if uses_x or not line.startswith("    x = "))
+
+
+def block_search() -> str:
     """Return the functions that find the blocks, as a search has them."""
     source = inspect.getsource(blocks)
     functions = source[source.index("def repeated_blocks") :].strip()
@@ -88,6 +109,8 @@ def _statements(plan: Plan) -> Iterator[str]:
             yield f"# see {strategy.source}"
         elif hand.prepare:
             yield dedent(hand.prepare).strip("\n")
+        elif not hand.in_code:
+            yield f"# By hand: {hand.setting}"
 
 
 def _train_step(hands: list[ByHand]) -> str:

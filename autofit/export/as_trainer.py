@@ -15,7 +15,8 @@ from typing import Any
 from autofit.analysis.result import Result
 from autofit.export import as_deepspeed
 from autofit.export.carried import Carried, comments, parts, samples_a_device
-from autofit.strategies import AS_IS
+from autofit.strategies import AS_IS, get
+from autofit.strategies.base import ScriptPart
 from autofit.strategies.precision import AUTOCAST
 
 OPTIMIZERS = {
@@ -23,9 +24,20 @@ OPTIMIZERS = {
     "eight_bit": "adamw_bnb_8bit",
 }
 """Values of ``optim`` for levels of ``optimizer``. Trainer has them for AdamW only."""
-WORKERS = 4
-RESHARDED = {"zero2": False, "full": True}
+RESHARDED = {"zero2": False, "full": True, "full_offload": True}
 """For levels of ``sharding``: whether FSDP2 frees weights after their forward."""
+
+PARTS = {
+    ScriptPart.MODEL: "before Trainer(model=...)",
+    ScriptPart.OPTIMIZER: "and pass it in Trainer(optimizers=(optimizer, None))",
+    ScriptPart.LOADER: "in Trainer.get_train_dataloader()",
+    ScriptPart.STEP: "in Trainer.compute_loss()",
+}
+"""Where a script with a ``Trainer`` has what is set by hand."""
+LIGER = (
+    "TrainingArguments(use_liger_kernel=True), if liger-kernel is installed and knows the model;"
+    " liger_kernel_config chooses its kernels"
+)
 
 
 def render(result: Result) -> str:
@@ -38,14 +50,9 @@ def render(result: Result) -> str:
     )
 
 
-def carried(result: Result) -> set[str]:
-    """Return the names of the strategies that the fields express."""
-    return settings(result).strategies
-
-
 def settings(result: Result) -> Carried:
     """Return the fields for the plan of ``result``."""
-    plan, found = result.plan, Carried()
+    plan, found = result.plan, Carried(parts=PARTS, by_hand={"loss": LIGER})
     if result.hardware.device == "cpu":
         found.fields["use_cpu"] = True
     if result.facts is not None and result.facts.framework != "transformers":
@@ -68,9 +75,11 @@ def settings(result: Result) -> Carried:
     if plan["compile"] == "full":
         found.express("compile", {"torch_compile": True})
         found.notes.append("torch_compile: compiled dropout draws Inductor's own random numbers.")
-    if plan["data_loading"] != AS_IS:
-        pinned = plan["data_loading"] == "pinned"
-        loader = {"dataloader_num_workers": WORKERS, "dataloader_pin_memory": pinned}
+    if (hand := get("data_loading").by_hand(plan["data_loading"])) and plan[
+        "data_loading"
+    ] != AS_IS:
+        workers, pinned = int(hand.loader["num_workers"]), "pin_memory" in hand.loader
+        loader = {"dataloader_num_workers": workers, "dataloader_pin_memory": pinned}
         found.express("data_loading", loader)
     return found
 
@@ -104,6 +113,8 @@ def _ranks(result: Result, found: Carried) -> None:
     if plan["sharding"] in RESHARDED:
         again = RESHARDED[plan["sharding"]]
         config = {"version": 2, "reshard_after_forward": again}
+        if plan["sharding"] == "full_offload":
+            config["cpu_offload"] = True
         found.express("sharding", {"fsdp": True, "fsdp_config": config})
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from autofit.analysis.result import Result
 from autofit.export.header import origin
 from autofit.strategies import AS_IS, Strategy
+from autofit.strategies.base import ScriptPart
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,11 +25,26 @@ class Carried:
     """Changes of the script that the settings need."""
     notes: list[str] = field(default_factory=list)
     """How the program implements a level in another way than autofit."""
+    by_hand: dict[str, str] = field(default_factory=dict)
+    """What to do by hand for a level that is left out, by strategy, if the program has its own way.
+    Others are set as in plain PyTorch."""
+    parts: Mapping[ScriptPart, str] = field(default_factory=dict)
+    """Where a script for this program has each of these parts."""
 
     def express(self, strategy: str, fields: Mapping[str, Any] | None = None) -> None:
         """Add settings that express the level of ``strategy``."""
         self.strategies.add(strategy)
         self.fields.update(fields or {})
+
+    def told(self, strategy: Strategy, level: str) -> str:
+        """Return how to set a level by hand that is left out: what, where, to which value."""
+        if strategy.name in self.by_hand:
+            return f"by hand: {self.by_hand[strategy.name]}"
+        hand = strategy.by_hand(level)
+        if hand is None:
+            return "not by hand in a few lines: autofit run applies it"
+        where = f", {self.parts[hand.part]}" if hand.part in self.parts else ""
+        return f"by hand: {hand.setting}{where}"
 
 
 def comments(result: Result, why: str, carried: Carried) -> Iterator[str]:
@@ -39,21 +55,13 @@ def comments(result: Result, why: str, carried: Carried) -> Iterator[str]:
     for strategy, level in result.plan:
         if strategy.name not in carried.strategies:
             yield f"# Left out, because {why}: {strategy.name} {level}"
-            yield f"#   ({strategy.level(level).summary}){_by_hand(strategy, level)}."
+            yield f"#   ({strategy.level(level).summary}); {carried.told(strategy, level)}."
     for line in carried.in_script:
         yield f"# Change in the script: {line}."
     for line in carried.notes:
         yield f"# {line}"
     for name, value in result.plan.environment.items():
         yield f"# Set before Python starts: {name}={shlex.quote(value)}"
-
-
-def _by_hand(strategy: Strategy, level: str) -> str:
-    """Return how to write a level by hand, if one line says it."""
-    hand = strategy.by_hand(level)
-    if hand is None or not hand.prepare.startswith("# ") or "\n" in hand.prepare:
-        return "; see autofit best --format python"
-    return f"; by hand: {hand.prepare.removeprefix('# ').removeprefix('and ')}"
 
 
 def parts(result: Result) -> int | None:

@@ -10,6 +10,8 @@ from typing import TypeGuard
 
 STEP = "    "
 """One level of indentation."""
+LIGHTNING = ("lightning", "pytorch_lightning")
+"""The packages in which Lightning is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +19,12 @@ class Made:
     """Where the script makes its optimizer."""
 
     call: ast.Call
-    model: str
-    """The name of the model whose parameters the optimizer takes."""
+    model: str | None
+    """The variable or attribute with the model whose parameters the optimizer takes; ``None`` if
+    the call does not show it."""
     statement: ast.stmt
+    within: str | None
+    """The class whose method makes it."""
 
 
 class Source:
@@ -48,27 +53,61 @@ class Source:
         return any(name.partition(".")[0] in packages for name in names)
 
     def optimizer(self, classes: Sequence[str]) -> Made | None:
-        """Return where the only optimizer, of one of the ``classes``, takes a model's parameters.
+        """Return where the script makes its only optimizer of one of the ``classes``.
 
         ``None`` if the script does not show it.
         """
         found = [
-            Made(each, model, statement)
+            Made(each, _model_of(each), statement, self._class_around(statement))
             for statement in self._statements()
             for each in _calls_of(statement)
-            if _last_name(each.func) in classes and (model := _model_of(each)) is not None
+            if _last_name(each.func) in classes
         ]
         return found[0] if len(found) == 1 else None
 
-    def blocks(self) -> str | None:
+    def lightning_trainer(self) -> ast.Call | None:
+        """Return the only ``Trainer`` of a script that imports Lightning."""
+        return self.call("Trainer") if self.imports(*LIGHTNING) else None
+
+    def lightning_package(self) -> str:
+        """Return the start of the names of Lightning's modules, with a dot at its end."""
+        return "pytorch_lightning." if self.imports(LIGHTNING[1]) else "lightning.pytorch."
+
+    def training_loader(self) -> ast.Call | None:
+        """Return the call that makes the loader of the training data.
+
+        It is the script's only ``DataLoader``; else that of a method ``train_dataloader``, or that
+        of the variable which a method ``fit`` takes.
+        """
+        name = "DataLoader"
+        methods = [
+            each
+            for each in ast.walk(self._tree)
+            if isinstance(each, ast.FunctionDef) and each.name == "train_dataloader"
+        ]
+        fitted = {loader for each in self._calls() if (loader := _fitted(each))}
+        assigned = [
+            each.value
+            for each in ast.walk(self._tree)
+            if isinstance(each, ast.Assign) and fitted & set(_names(each.targets[0], ast.Store))
+        ]
+        for trees in ([self._tree], methods, assigned):
+            calls = [c for tree in trees for c in _calls_of(tree) if _last_name(c.func) == name]
+            if len(calls) == 1:
+                return calls[0]
+        return None
+
+    def blocks(self, within: str | None = None) -> str | None:
         """Return the attribute that holds the model's blocks; ``None`` unless there is one.
 
-        It is the script's only ``self.NAME = nn.ModuleList(...)``.
+        It is the script's only ``self.NAME = nn.ModuleList(...)``, in the class ``within`` if
+        given.
         """
         names = [
             each.targets[0].attr
             for each in self._statements()
-            if isinstance(each, ast.Assign)
+            if within in (None, self._class_around(each))
+            and isinstance(each, ast.Assign)
             and isinstance(each.targets[0], ast.Attribute)
             and isinstance(each.value, ast.Call)
             and _last_name(each.value.func) == "ModuleList"
@@ -77,9 +116,15 @@ class Source:
 
     # --- changing -----------------------------------------------------------------------------
 
-    def set_keywords(self, call: ast.Call, given: Mapping[str, str]) -> None:
-        """Give a call these keyword arguments, each as code; those that it has are replaced."""
+    def set_keywords(
+        self, call: ast.Call, given: Mapping[str, str], positional: Sequence[str] = ()
+    ) -> None:
+        """Give a call these keyword arguments, each as code; those that it has are replaced.
+
+        ``positional``: the names of its first parameters, which it may have by position.
+        """
         has = {each.arg: each.value for each in call.keywords if each.arg is not None}
+        has |= dict(zip(positional, call.args, strict=False))
         edits = [(*self._span(has[name]), code) for name, code in given.items() if name in has]
         new = [f"{name}={code}" for name, code in given.items() if name not in has]
         last = max([*call.args, *(each.value for each in call.keywords)], key=_end, default=None)
@@ -174,6 +219,12 @@ class Source:
                 yield from (alias.name for alias in each.names if alias.asname is None)
             elif isinstance(each, ast.ImportFrom) and each.module:
                 yield each.module + "."  # its names are bound, but not the module itself
+
+    def _class_around(self, statement: ast.stmt) -> str | None:
+        """Return the name of the innermost class around a statement."""
+        classes = [each for each in ast.walk(self._tree) if isinstance(each, ast.ClassDef)]
+        around = [e for e in classes if any(inner is statement for inner in ast.walk(e))]
+        return around[-1].name if around else None
 
     def _indent(self, line: int) -> int:
         text = self.text.splitlines()[line - 1]
@@ -297,17 +348,26 @@ def _calls_of(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _model_of(call: ast.Call) -> str | None:
-    """Return ``NAME`` for a call with the first argument ``NAME.parameters()``."""
+    """Return ``MODEL`` for a call with the first argument ``MODEL.parameters()``."""
     first = call.args[0] if call.args else None
     if isinstance(first, ast.Call) and isinstance(first.func, ast.Attribute):
         owner = first.func.value
-        if first.func.attr == "parameters" and isinstance(owner, ast.Name):
-            return owner.id
+        if first.func.attr == "parameters" and isinstance(owner, ast.Name | ast.Attribute):
+            return ast.unparse(owner)
     return None
 
 
+def _fitted(call: ast.Call) -> str | None:
+    """Return the variable with the training data in a call of a method ``fit``."""
+    if not _is_method(call, "fit"):
+        return None
+    given = [each.value for each in call.keywords if each.arg == "train_dataloaders"]
+    given += call.args[1:2]
+    return given[0].id if given and isinstance(given[0], ast.Name) else None
+
+
 def _calls_model(node: ast.AST, model: str) -> bool:
-    return any(isinstance(e.func, ast.Name) and e.func.id == model for e in _calls_of(node))
+    return any(ast.unparse(e.func) == model for e in _calls_of(node))
 
 
 def _backward_of(node: ast.stmt) -> str | None:

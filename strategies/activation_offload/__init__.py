@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autofit.exceptions import Refused
 from autofit.facts import Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, ScriptPart, Strategy, Undo
 
 SHARES = {"half": 0.5, "all": 1.0}
 """Level to the share of the bytes that leave the device."""
@@ -60,7 +60,9 @@ class ActivationOffload(Strategy):
         """Use torch's own context. It waits for each copy, and copies weights, too."""
         if level != "all":
             return None
-        return ByHand(around="torch.autograd.graph.save_on_cpu(pin_memory=True)")
+        around = "torch.autograd.graph.save_on_cpu(pin_memory=True)"
+        setting = f"call the model inside {around}"
+        return ByHand(setting=setting, part=ScriptPart.STEP, around=around)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Put the hooks around each forward."""

@@ -13,6 +13,7 @@ from autofit.strategies.base import (
     Memory,
     OptimizerHandle,
     Root,
+    ScriptPart,
     Strategy,
     Undo,
 )
@@ -85,14 +86,18 @@ class Adapters(Strategy):
         if level != "lora":
             return None
         return ByHand(
+            setting=f"call peft.inject_adapter_in_model(peft.LoraConfig(r={RANK},"
+            f" lora_alpha={ALPHA}, target_modules=NAMES), model) with the NAMES of its linear"
+            " layers",
+            part=ScriptPart.MODEL,
             prepare=f"""
             from peft import LoraConfig, inject_adapter_in_model
 
-            layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-            config = LoraConfig(r={RANK}, lora_alpha={ALPHA}, target_modules=layers)
-            inject_adapter_in_model(config, model)
+            linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+            lora = LoraConfig(r={RANK}, lora_alpha={ALPHA}, target_modules=linear)
+            inject_adapter_in_model(lora, model)
             # in float32 where the model is in half precision; and make the optimizer of them
-            """
+            """,
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:

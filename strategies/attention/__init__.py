@@ -7,7 +7,17 @@ from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 from autofit.strategies.precision import AMPERE
 
 EAGER, SDPA = "eager", "sdpa"
@@ -97,12 +107,22 @@ class Attention(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Switch a Hugging Face model, or select torch's kernel."""
         if level == "sdpa":
-            return ByHand(prepare='# a Hugging Face model: model.set_attn_implementation("sdpa")')
+            return ByHand(
+                setting='call set_attn_implementation("sdpa") of the Hugging Face model',
+                part=ScriptPart.MODEL,
+                prepare="""
+                for each in model.modules():
+                    if hasattr(each, "set_attn_implementation"):
+                        each.set_attn_implementation("sdpa")
+                """,
+            )
         kernels = ", ".join(
             f"torch.nn.attention.SDPBackend.{each}"
             for each in (f"{level.upper()}_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
         )
-        return ByHand(around=f"torch.nn.attention.sdpa_kernel([{kernels}], set_priority=True)")
+        around = f"torch.nn.attention.sdpa_kernel([{kernels}], set_priority=True)"
+        setting = f"call the model inside {around}"
+        return ByHand(setting=setting, part=ScriptPart.STEP, around=around)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Switch a model with eager attention, then prefer the kernel."""

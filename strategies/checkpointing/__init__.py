@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from autofit.exceptions import Refused, UsageError
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, ScriptPart, Strategy, Undo
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import share_of_logits
 from autofit.strategies.micro_batch import AUTO
@@ -144,7 +144,15 @@ class Checkpointing(Strategy):
             return None
         stop = level if level.isdecimal() else f"-(-len(blocks) // {PARTS[level]})"
         some = "" if level == ALL else f"[:{stop}]"
-        return ByHand(prepare=PLAIN.replace("[:COUNT]", some), blocks=True)
+        stated = f"first {level}" if level.isdecimal() else f"first 1/{PARTS[level]} of the"
+        which = "repeated" if level == ALL else f"{stated} repeated"
+        return ByHand(
+            setting=f"for the {which} blocks: block.forward = functools.partial("
+            "torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
+            part=ScriptPart.MODEL,
+            prepare=PLAIN.replace("[:COUNT]", some),
+            blocks=True,
+        )
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint all blocks, or the first of them. A number has replaced ``auto`` before."""

@@ -18,6 +18,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     Root,
+    ScriptPart,
     Strategy,
     Undo,
 )
@@ -220,17 +221,23 @@ class Compile(Strategy):
         if level == GRAPHS:
             return None
         if level == "full":
-            return ByHand(prepare="model.compile()")
+            setting = "call model.compile()"
+            return ByHand(setting=setting, part=ScriptPart.MODEL, prepare="model.compile()")
         if level == "budget":
+            budget = f"torch._functorch.config.activation_memory_budget = {BUDGET}"
             return ByHand(
+                setting=f"set {budget} and call model.compile()",
+                part=ScriptPart.MODEL,
                 prepare=f"""
                 import torch._functorch.config
 
-                torch._functorch.config.activation_memory_budget = {BUDGET}
+                {budget}
                 model.compile()
-                """
+                """,
             )
         return ByHand(
+            setting="for the repeated blocks: block.compile()",
+            part=ScriptPart.MODEL,
             prepare="""
             shapes = [[p.shape for p in block.parameters()] for block in blocks]
             alike = 2 * max(map(shapes.count, shapes)) >= len(shapes)

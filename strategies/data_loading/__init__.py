@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Level, Root, ScriptPart, Strategy, Undo
 
 
 class DataLoading(Strategy):
@@ -59,9 +59,12 @@ class DataLoading(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Return a comment with the loader's arguments."""
-        more = ", pin_memory=True" if level == "pinned" else ""
-        return ByHand(prepare=f"# and make the DataLoader with num_workers=4{more}")
+        """Return the loader's arguments."""
+        pinned = {"pin_memory": "True"} if level == "pinned" else {}
+        loader = {"num_workers": "4", **pinned}
+        given = ", ".join(f"{name}={code}" for name, code in loader.items())
+        setting = f"make the training DataLoader with {given}"
+        return ByHand(setting=setting, part=ScriptPart.LOADER, loader=loader)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Fetch the batches of all loaders in workers from now on."""

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 
 PARTS = {"half": 2, "quarter": 4}
 """Each level's divisor of the number of samples."""
@@ -58,8 +68,9 @@ class BatchSize(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Return a comment: the script creates the loader itself."""
-        return ByHand(prepare=f"# and make the loader with a batch_size of one {level}")
+        """The script makes the loader."""
+        setting = f"make the training DataLoader with one {level} of its batch_size"
+        return ByHand(setting=setting, part=ScriptPart.LOADER)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Cut the arguments before any other level sees the call."""

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 
 
 class SequenceLength(Strategy):
@@ -38,8 +48,9 @@ class SequenceLength(Strategy):
         return 1.0 if level == AS_IS else 0.5
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Return a comment: the script creates the batches itself."""
-        return ByHand(prepare="# and cut each sample's tokens, mask and labels to their first half")
+        """The script makes the batches."""
+        setting = "cut each sample's tokens, mask and labels to their first half"
+        return ByHand(setting=setting, part=ScriptPart.LOADER)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Cut the arguments before any other level sees the call."""

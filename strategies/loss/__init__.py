@@ -7,7 +7,17 @@ from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Fidelity,
+    Level,
+    Memory,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 from autofit.strategies.inspection.heads import WIDE, find_head, share_of_logits
 
 
@@ -77,11 +87,12 @@ class Loss(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Return a comment with a library's kernel that does the same."""
-        return ByHand(
-            prepare="# and compute the loss by LigerFusedLinearCrossEntropyLoss of liger-kernel,\n"
-            "# of the hidden states and the head's weight"
+        """Name a library's kernel that does the same."""
+        setting = (
+            "compute the loss by LigerFusedLinearCrossEntropyLoss of liger-kernel, from the hidden"
+            " states and the head's weight"
         )
+        return ByHand(setting=setting, part=ScriptPart.STEP)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Make the head's output lazy."""

@@ -14,6 +14,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
+    ScriptPart,
     Strategy,
     Undo,
 )
@@ -135,17 +136,18 @@ class Optimizer(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand | None:
-        """Return a comment: the script creates the optimizer."""
+        """Return the optimizer's arguments, or its class. Others take more than a few lines."""
         if level in OTHERS:
             return None
-        if level == "fused":
-            return ByHand(prepare="# and make the optimizer with `fused=True`")
-        if level == "single":
-            return ByHand(prepare="# and make the optimizer with `foreach=False`")
-        return ByHand(
-            prepare="# and make the optimizer with bitsandbytes.optim.AdamW8bit (or Lion's), the\n"
-            "# weights of embeddings overridden to 32 bits by bitsandbytes.optim.GlobalOptimManager"
-        )
+        if level == "eight_bit":
+            setting = (
+                "make the optimizer by bitsandbytes.optim.AdamW8bit (or Adam8bit, Lion8bit), with"
+                " the weights of embeddings set to 32 bits by bitsandbytes.optim.GlobalOptimManager"
+            )
+            return ByHand(setting=setting, part=ScriptPart.OPTIMIZER)
+        name, code = {"fused": ("fused", "True"), "single": ("foreach", "False")}[level]
+        setting = f"make the optimizer with {name}={code}"
+        return ByHand(setting=setting, part=ScriptPart.OPTIMIZER, optimizer={name: code})
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Replace the step. Raises ``Refused`` if the optimizer does not support the level."""

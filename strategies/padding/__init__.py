@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Fidelity, Level, Root, ScriptPart, Strategy, Undo
 
 WORTH = 0.05
 """Minimum share of padding in the first batch."""
@@ -65,11 +65,10 @@ class Padding(Strategy):
         return None
 
     def by_hand(self, level: str) -> ByHand:
-        """Return a comment: the collator pads."""
-        return ByHand(
-            prepare="# and pad each batch to its longest sample, not to a fixed length:\n"
-            "# transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)"
-        )
+        """The collator pads."""
+        collator = "transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8)"
+        setting = f"pad each batch to its longest sample: collate_fn={collator}"
+        return ByHand(setting=setting, part=ScriptPart.LOADER)
 
     def checkable_call(self, level: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the call with the last quarter of each sample masked."""

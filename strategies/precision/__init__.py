@@ -13,6 +13,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     Root,
+    ScriptPart,
     Strategy,
     Undo,
 )
@@ -90,13 +91,18 @@ class Precision(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Use autocast around the forward, or set TF32 for the process."""
         if level == "tf32":
-            return ByHand(
-                prepare='torch.set_float32_matmul_precision("high")\n'
-                "torch.backends.cudnn.allow_tf32 = True"
+            lines = (
+                'torch.set_float32_matmul_precision("high")',
+                "torch.backends.cudnn.allow_tf32 = True",
             )
+            setting = f"write {' and '.join(lines)}"
+            return ByHand(setting=setting, part=ScriptPart.SCRIPT, prepare="\n".join(lines))
         dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[level]
         around = f"torch.autocast(x.device.type, dtype={dtype})"
-        return ByHand(around=around, scaled=level == "fp16")
+        scaled = level == "fp16"
+        scaler = ", and scale the loss by torch.amp.GradScaler" if scaled else ""
+        setting = f"call the model inside {around}{scaler}"
+        return ByHand(setting=setting, part=ScriptPart.STEP, around=around, scaled=scaled)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Use autocast around each forward. Under fp16 also scale gradients inside the root."""

@@ -14,6 +14,7 @@ from autofit.strategies.base import (
     OptimizerHandle,
     Process,
     Root,
+    ScriptPart,
     Strategy,
     Undo,
 )
@@ -133,6 +134,9 @@ class Weights(Strategy):
         if level == "bf16_master":
             return None
         return ByHand(
+            setting="convert the model by model.to(torch.bfloat16), which rounds to nearest where"
+            " autofit rounds stochastically, and call it inside torch.autocast",
+            part=ScriptPart.MODEL,
             prepare="model.to(torch.bfloat16)  # rounded to nearest: autofit rounds stochastically",
             around="torch.autocast(x.device.type, dtype=torch.bfloat16)",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, ScriptPart, Strategy, Undo
 
 
 class ZeroGrad(Strategy):
@@ -53,7 +53,8 @@ class ZeroGrad(Strategy):
 
     def by_hand(self, level: str) -> ByHand:
         """Leave out the argument."""
-        return ByHand(prepare="# and call `optimizer.zero_grad()` without `set_to_none=False`")
+        setting = "call optimizer.zero_grad() without set_to_none=False"
+        return ByHand(setting=setting, part=ScriptPart.STEP)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Patch ``zero_grad`` for the whole process."""

@@ -50,7 +50,10 @@ def exported(make_result: MakeResult, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("level", "reshard"), [("full", True), ("zero2", False), ("hybrid", True)])
+@pytest.mark.parametrize(
+    ("level", "reshard"),
+    [("full", True), ("zero2", False), ("hybrid", True), ("full_offload", True)],
+)
 def test_accelerate_shards_by_fsdp2(
     level: str, reshard: bool, exported: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +67,8 @@ def test_accelerate_shards_by_fsdp2(
         monkeypatch.setenv(name, value)
     plugin = FullyShardedDataParallelPlugin()
     assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, reshard)
+    offloads = type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    assert offloads == (level == "full_offload")
     if level == "hybrid":
         config = ParallelismConfig()
         assert (config.dp_replicate_size, config.dp_shard_size) == (2, 2)
@@ -86,7 +91,9 @@ def test_accelerate_shards_the_optimizer_by_deepspeed(exported: Callable[..., Pa
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("level", "stage"), [("zero1", 1), ("zero2", 2), ("full", 3)])
+@pytest.mark.parametrize(
+    ("level", "stage"), [("zero1", 1), ("zero2", 2), ("full", 3), ("full_offload", 3)]
+)
 def test_deepspeed_reads_the_config(
     level: str, stage: int, exported: Callable[..., Path], make_result: MakeResult
 ) -> None:
@@ -96,11 +103,12 @@ def test_deepspeed_reads_the_config(
     found = HfDeepSpeedConfig(str(exported("deepspeed", plan)))
     assert found.get_value("zero_optimization.stage") == stage
     assert found.is_zero3() == (stage == 3)
+    assert found.is_offload() == (level == "full_offload")
     assert found.get_value("torch_autocast.dtype") == "bfloat16"
     sizes = [json.loads(render("deepspeed", make_result(plan)))[name] for name in SIZES]
     assert sizes[0] == 4 * sizes[1] * sizes[2] == 16
     assert lost("deepspeed", make_result(SHARDED.replace(sharding="hybrid"))) == (
-        "sharding hybrid",
+        "sharding hybrid (not by hand in a few lines: autofit run applies it)",
     )
 
 
@@ -144,7 +152,9 @@ def test_trainer_takes_the_fields(exported: Callable[..., Path], tmp_path: Path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("level", "reshard"), [("full", True), ("zero2", False)])
+@pytest.mark.parametrize(
+    ("level", "reshard"), [("full", True), ("zero2", False), ("full_offload", True)]
+)
 def test_trainer_shards_by_fsdp2(
     level: str, reshard: bool, exported: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -154,6 +164,7 @@ def test_trainer_shards_by_fsdp2(
     plugin = found.fsdp_plugin_args
     assert (plugin["fsdp_version"], plugin["reshard_after_forward"]) == (2, reshard)
     assert plugin["activation_checkpointing"] is True
+    assert plugin.get("cpu_offload", False) == (level == "full_offload")
 
 
 @pytest.mark.full
@@ -179,7 +190,9 @@ def test_trainer_never_changes_the_optimizers_class(
     level: str, facts: Facts | None, make_result: MakeResult
 ) -> None:
     result = make_result(Plan.of({"optimizer": level}), facts=facts)
-    assert lost("trainer", result) == (f"optimizer {level}",)
+    (told,) = lost("trainer", result)
+    assert told.startswith(f"optimizer {level} (by hand: make the optimizer ")
+    assert told.endswith(", and pass it in Trainer(optimizers=(optimizer, None)))")
     assert "\noptim:" not in render("trainer", result, partial=True)
 
 
@@ -214,7 +227,7 @@ def test_lightning_takes_the_arguments(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("level", ["zero1", "zero2", "full", "hybrid"])
+@pytest.mark.parametrize("level", ["zero1", "zero2", "full", "hybrid", "full_offload"])
 def test_lightning_has_the_strategy(level: str, exported: Callable[..., Path]) -> None:
     if level == "zero1" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("Lightning's DeepSpeedStrategy imports deepspeed")
@@ -223,8 +236,60 @@ def test_lightning_has_the_strategy(level: str, exported: Callable[..., Path]) -
     assert names["ARGUMENTS"]["devices"] == 4
     own = names["ARGUMENTS"]["strategy"]
     if level != "zero1":
-        kinds = {"zero2": "SHARD_GRAD_OP", "full": "FULL_SHARD", "hybrid": "HYBRID_SHARD"}
-        assert own.sharding_strategy.name == kinds[level]
+        kinds = {"zero2": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD"}
+        assert own.sharding_strategy.name == kinds.get(level, "FULL_SHARD")
+        assert own.cpu_offload.offload_params == (level == "full_offload")
+
+
+@pytest.mark.full
+def test_lightnings_callback_sets_what_trainer_has_no_argument_for(
+    exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Also under mixed precision and clipping, where Lightning refuses ``fused=True``."""
+    import lightning
+    import torch
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            parts = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)]
+            self.net = torch.nn.Sequential(*parts)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    plan = Plan.of(
+        {"precision": "bf16", "checkpointing": "2", "optimizer": "fused", "micro_batch": "8"}
+    )
+    names: dict[str, Any] = {}
+    exec(exported("lightning", plan, hardware=CPU).read_text(), names)
+    rows: Any = torch.randn(32, 4)
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=8)
+
+    def fit(model: Net, epochs: int, saved: Path | None = None) -> Any:
+        arguments = {**names["ARGUMENTS"], "callbacks": [names["Planned"]()]}
+        trainer = lightning.Trainer(
+            **arguments,
+            max_epochs=epochs,
+            gradient_clip_val=1.0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(model, loader, ckpt_path=saved)
+        return trainer
+
+    model = Net()
+    trainer = fit(model, 1)
+    assert trainer.global_step == 2
+    assert [group["fused"] for group in trainer.optimizers[0].param_groups] == [True]
+    assert ["forward" in vars(each) for each in model.net] == [True, True, False]
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    assert fit(Net(), 2, tmp_path / "saved.ckpt").global_step == 4
 
 
 @pytest.fixture(autouse=True)

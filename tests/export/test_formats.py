@@ -150,8 +150,12 @@ def test_a_plan_that_a_format_cannot_carry_is_refused(make_result: MakeResult) -
     with pytest.raises(UsageError) as refused:
         render("trainer", result)
     assert str(refused.value) == (
-        "--format trainer cannot carry checkpointing 3, loss chunked; add --partial to leave that"
-        " out, or choose --format torchrun, which carries every plan"
+        "--format trainer cannot carry checkpointing 3 (by hand: for the first 3 repeated blocks:"
+        " block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward,"
+        " use_reentrant=False), before Trainer(model=...)), loss chunked (by hand:"
+        " TrainingArguments(use_liger_kernel=True), if liger-kernel is installed and knows the"
+        " model; liger_kernel_config chooses its kernels); add --partial to leave that out, or"
+        " choose --format torchrun, which carries every plan"
     )
     text = render("trainer", result, partial=True)
     assert "# Carried: precision bf16.\n" in text

@@ -78,7 +78,7 @@ def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_pat
     assert "distributed_type: MULTI_GPU" in text
     assert "dynamo_use_regional_compilation: true" in text
     assert "no setting for it: micro_batch 8" in text
-    assert "# By hand: 8 samples a batch and gradients accumulated to 16 a step." in text
+    assert "by hand: DataLoader(batch_size=8), Accelerator(gradient_accumulation_steps=1)" in text
 
 
 @pytest.mark.quick

@@ -12,6 +12,7 @@ import pytest
 from autofit.analysis.result import Result
 from autofit.exceptions import UsageError
 from autofit.export import lost, render
+from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records.trials import Script
@@ -78,12 +79,15 @@ def test_a_plain_loop_gets_the_whole_plan(patched: Callable[..., str]) -> None:
     compile(found, "train.py", "exec")
     assert "SGD(model.parameters(), lr=0.1, fused=True)" in found
     assert "DataLoader(data, batch_size=16, num_workers=4, pin_memory=True)" in found
-    assert "for block in model.blocks[:2]:\n    block.forward = functools.partial(" in found
     assert (
         """\
 model.forward = accelerate.utils.convert_outputs_to_fp32(
     torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
 )
+for block in model.blocks[:2]:
+    block.forward = functools.partial(
+        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False
+    )
 for block in model.blocks:
     block.compile()
 optimizer = """
@@ -120,7 +124,7 @@ def test_a_loop_that_cannot_be_split_is_not(
     script = Script(target="train.py", cwd=str(tmp_path))
     facts = Facts(optimizers=("SGD",))
     result = make_result(ALL, script=script, facts=facts)
-    assert "micro_batch 8" in lost("patch", result)
+    assert any(each.startswith("micro_batch 8 (by hand: ") for each in lost("patch", result))
     with pytest.raises(UsageError, match=r"^--format patch cannot carry .*micro_batch 8"):
         render("patch", result)
 
@@ -165,6 +169,97 @@ def test_the_precision_of_lightning_is_set(
 ) -> None:
     found = patched(before, Plan.of({"precision": "bf16"}))
     assert f'{after}"bf16-mixed")' in found
+
+
+LIGHTNING = """\
+import torch
+import pytorch_lightning
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Net(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def configure_optimizers(self):
+        groups = [{"params": self.parameters()}]
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+train = DataLoader(data, 16, shuffle=True)
+other = DataLoader(data, 16)
+pytorch_lightning.Trainer(max_epochs=4, precision="32").fit(Net(), train, other)
+"""
+ROW = Plan.of({"optimizer": "fused", "micro_batch": "8"})
+
+
+def test_the_arguments_of_lightning_its_loader_and_its_optimizer_are_changed(
+    patched: Callable[..., str],
+) -> None:
+    found = patched(LIGHTNING, ROW.replace(data_loading="workers"))
+    assert "train = DataLoader(data, 8, shuffle=True, num_workers=4)\n" in found
+    assert "other = DataLoader(data, 16)\n" in found
+    assert 'Trainer(max_epochs=4, precision="32", accumulate_grad_batches=2).fit(' in found
+    assert "SGD(self.parameters(), lr=0.1, fused=True)" in found
+
+
+def test_an_optimizer_of_parameter_groups_is_changed(patched: Callable[..., str]) -> None:
+    found = patched(LIGHTNING.replace("SGD(self.parameters()", "SGD(groups"), ROW)
+    assert "SGD(groups, lr=0.1, fused=True)" in found
+
+
+def test_a_strategy_of_lightning_is_of_the_scripts_own_package(
+    patched: Callable[..., str],
+) -> None:
+    found = patched(LIGHTNING, Plan.of({"ranks": "4", "sharding": "full"}))
+    assert "import pytorch_lightning.strategies\n" in found
+    assert "strategy=pytorch_lightning.strategies.FSDPStrategy(" in found
+    assert "train = DataLoader(data, 4, shuffle=True)" in found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            "Net(), train, other",
+            "Net(), make_loader()",
+            r"micro_batch 8 \(by hand: DataLoader\(batch_size=8\) for Trainer.fit\(\), and"
+            r" Trainer\(accumulate_grad_batches=2\)\)",
+        ),
+        (
+            'precision="32"',
+            'precision="bf16-mixed", gradient_clip_val=1.0',
+            r"optimizer fused \(by hand: take the callback of --format lightning, because",
+        ),
+        (
+            "torch.optim.SGD(self.parameters(), lr=0.1)",
+            "make_optimizer(self)",
+            r"optimizer fused \(by hand: make the optimizer with fused=True, in"
+            r" configure_optimizers\(\)\)",
+        ),
+    ],
+)
+def test_what_a_script_for_lightning_does_not_show_is_told(
+    before: str, after: str, words: str, patched: Callable[..., str]
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        patched(LIGHTNING.replace(before, after), ROW)
+
+
+@pytest.mark.parametrize(("root", "applies"), [("Net", True), ("Backbone", False)])
+def test_statements_on_self_need_the_module_that_was_tuned(
+    root: str, applies: bool, make_result: MakeResult, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    facts = RootFacts(name=root, parameters=1, parameter_bytes=4, trainable=1, dtype="float32")
+    result = make_result(
+        Plan.of({"checkpointing": "2", "attention": "flash"}),
+        script=Script(target="train.py", cwd=str(tmp_path)),
+        facts=Facts(optimizers=("SGD",), roots=(facts,)),
+    )
+    text = render("patch", result, partial=True)
+    assert ("+        for block in self.blocks[:2]:" in text) == applies
+    assert ("+        self.forward = inside" in text) == applies
 
 
 def test_the_precision_of_an_accelerator_is_set(patched: Callable[..., str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from autofit.analysis.result import Result
 from autofit.export import render
+from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records.trials import Script
@@ -22,6 +23,7 @@ MakeResult = Callable[..., Result]
 CPU = Hardware(device="cpu", name="a CPU", total_bytes=1 << 34)
 EXACT = Plan.of({"checkpointing": "all", "optimizer": "fused", "micro_batch": "8"})
 LOW = Plan.of({"precision": "bf16"})
+NET = RootFacts(name="Net", parameters=1, parameter_bytes=4, trainable=1, dtype="float32")
 TOLERANCES = {EXACT: 1e-5, LOW: 1e-3}
 BEGIN = """\
 import random, sys, torch
@@ -74,6 +76,55 @@ for step in range(6):
     optimizer.step()
     print("loss", repr(loss.item()), flush=True)
 """
+)
+LIGHTNING = (
+    BEGIN
+    + """
+import lightning
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self(batch), batch.argmax(1))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+class Losses(lightning.Callback):
+    parts = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.parts.append(outputs["loss"].item())
+        if len(self.parts) == max(1, 16 // len(batch)):
+            print("loss", repr(sum(self.parts)), flush=True)
+            self.parts.clear()
+
+size, arguments = 16, {}
+if len(sys.argv) > 1:
+    names = {}
+    exec(open(sys.argv[1]).read(), names)
+    size, arguments = int(sys.argv[2]), names["ARGUMENTS"]
+own = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "callbacks": [Losses()]}
+own["callbacks"] += arguments.pop("callbacks", [])
+own |= {"accelerator": "cpu", "gradient_clip_val": 0.5, "enable_progress_bar": False, **arguments}
+trainer = lightning.Trainer(MORE)
+loader = torch.utils.data.DataLoader(torch.randn(96, 8), batch_size=16, shuffle=True)
+trainer.fit(Net(), loader)
+"""
+)
+BY_ARGUMENTS = LIGHTNING.replace("MORE", "**own").replace("batch_size=16", "batch_size=size")
+BY_PATCH = LIGHTNING.replace(
+    "MORE",
+    "max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[Losses()],"
+    ' accelerator="cpu", gradient_clip_val=0.5, enable_progress_bar=False',
 )
 PLAIN = (
     BEGIN
@@ -129,10 +180,24 @@ def losses(folder: Path, *command: str) -> list[float]:
             LOW,
             ("accelerate", "launch", "--config_file", "exported", "train.py"),
         ),
+        (BY_ARGUMENTS, "lightning", EXACT, ("python", "train.py", "exported", "8")),
+        (BY_ARGUMENTS, "lightning", LOW, ("python", "train.py", "exported", "16")),
+        (BY_PATCH, "patch", EXACT, ("python", "train.py")),
+        (BY_PATCH, "patch", LOW, ("python", "train.py")),
         (PLAIN, "patch", EXACT, ("python", "train.py")),
         (PLAIN, "patch", LOW, ("python", "train.py")),
     ],
-    ids=["trainer", "trainer bf16", "accelerate bf16", "patch", "patch bf16"],
+    ids=[
+        "trainer",
+        "trainer bf16",
+        "accelerate bf16",
+        "lightning",
+        "lightning bf16",
+        "patch of lightning",
+        "patch of lightning bf16",
+        "patch",
+        "patch bf16",
+    ],
 )
 def test_the_losses_are_those_of_the_plan(
     text: str,
@@ -149,7 +214,7 @@ def test_the_losses_are_those_of_the_plan(
     result = make_result(
         plan,
         script=Script(target="train.py", cwd=str(tmp_path)),
-        facts=Facts(optimizers=("AdamW",)),
+        facts=Facts(optimizers=("AdamW",), roots=(NET,)),
         hardware=CPU,
     )
     (tmp_path / "exported").write_text(render(form, result))

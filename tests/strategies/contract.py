@@ -39,7 +39,6 @@ from autofit.strategies import (
     RootFacts,
     Strategy,
 )
-from autofit.strategies.base import ByHand
 from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.harness.session.root import HarnessRoot
@@ -166,7 +165,7 @@ class StrategyContract:
             by_hand = strategy.by_hand(level.name)
             if by_hand is None:
                 continue
-            assert by_hand != ByHand(), "None says that there is nothing to write"
+            assert is_a_line(by_hand.setting)
             ast.parse(textwrap.dedent(by_hand.prepare))
             if by_hand.around:
                 ast.parse(by_hand.around, mode="eval")
