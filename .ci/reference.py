@@ -1,8 +1,8 @@
-"""Writes the pages of ``docs/reference`` that are made from the code.
+"""Writes the pages of ``docs/reference`` that are made from the code: ``WRITERS`` lists them.
 
 ::
 
-    python .ci/reference.py            # write cli.md, strategies.md, storage.md and python.md
+    python .ci/reference.py            # write the pages
     python .ci/reference.py --check    # write nothing; exit with 1 where a page is out of date
 """
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 import re
 import sys
+import tempfile
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,19 @@ from autofit.analysis.frontier import Point, frontier
 from autofit.analysis.result import Result
 from autofit.cli import cli
 from autofit.cli.techniques import clashing, matrix
+from autofit.export import FORMATS, expressed
+from autofit.facts import Facts, Hardware, RootFacts
 from autofit.inspection.cards import Card
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.techniques import Technique
+from autofit.plan import Plan
 from autofit.resilience import ActivePlan, Retry
 from autofit.space.pairs import pairs
 from autofit.storage import Store
 from autofit.storage.models import Base
 from autofit.strategies import NAMES, REGISTRY, Level, Strategy
-from autofit.worker.records.trials import Script
+from autofit.strategies.base import ScriptPart
+from autofit.worker.records.trials import Measurement, Script, Verdict
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 NOTICE = "<!-- Written by .ci/reference.py. Change the code, then run it again. -->"
@@ -236,6 +242,151 @@ def _searched(level: Level) -> str:
     return ", ".join(filter(None, (tried, fresh)))
 
 
+# --- the exports ------------------------------------------------------------------------------
+
+
+def exports() -> str:
+    """Return ``exports.md``: which level each format carries, and how the others are set."""
+    told = ["# What each export carries", NOTICE, "", CARRIED, ""]
+    with tempfile.TemporaryDirectory() as folder:
+        samples = {title: _sample(Path(folder), *each) for title, each in SAMPLES.items()}
+        rows = [row for strategy in REGISTRY for row in _carried(strategy, samples)]
+    told += table(("technique", "level", *samples, "by hand"), rows)
+    told += ["", WHERE, ""]
+    modules = {name: vars(importlib.import_module(f"autofit.export.as_{name}")) for name in FORMATS}
+    told += table(
+        ("format", *map(str, ScriptPart)),
+        (
+            (f"`{name}`", *(module["PARTS"].get(part, "") for part in ScriptPart))
+            for name, module in modules.items()
+            if "PARTS" in module
+        ),
+    )
+    return "\n".join(told) + "\n"
+
+
+CARRIED = """\
+`json`, `toml`, `env` and `torchrun` carry every plan, because autofit applies it. The table shows
+the other formats:
+
+- *yes*: the exported file sets the level.
+- *in part*: the file sets it and names a change that the script needs too.
+- *by hand*: the file does not set it. The last column says what to set; `autofit best` adds where.
+- *no*: it takes more than a few lines of code. `autofit run` applies it.
+
+The script of the table trains with AdamW, and shows a place for each change. A patch of a script
+with `TrainingArguments` sets what `trainer` sets. A patch of a script with an `Accelerator` sets
+its mixed precision, and what a patch of a plain loop sets except `micro_batch`."""
+WHERE = """\
+A level that is set by hand belongs to a part of the script. These formats name the place of it:"""
+LOOP = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in DataLoader(data, batch_size=16):
+    optimizer.zero_grad(set_to_none=False)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+LIGHTNING = """\
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+lightning.Trainer(max_epochs=2).fit(Net(), DataLoader(data, batch_size=16))
+"""
+SAMPLES = {
+    "`python`": ("python", LOOP),
+    "`patch`, plain loop": ("patch", LOOP),
+    "`patch`, Lightning": ("patch", LIGHTNING),
+    "`accelerate`": ("accelerate", LOOP),
+    "`trainer`": ("trainer", LOOP),
+    "`lightning`": ("lightning", LIGHTNING),
+    "`deepspeed`": ("deepspeed", LOOP),
+}
+"""Columns of the table: a format, and a script for it."""
+NUMBERS = {"auto": "8"}
+"""A number for each level that a search replaces by one."""
+Sample = Callable[[Strategy, str], str]
+
+
+def _sample(folder: Path, form: str, text: str) -> Sample:
+    """Return what says how the format carries a level, for a script with this text."""
+    file = folder / f"{len(list(folder.iterdir()))}.py"
+    file.write_text(text)
+    root = RootFacts(name="Net", parameters=60, parameter_bytes=240, trainable=60, dtype="float32")
+    facts = Facts(optimizers=("AdamW",), framework="transformers", roots=(root,))
+    measurement = Measurement(
+        micro_batch=8,
+        effective_batch=16,
+        step_seconds=(1.0,),
+        peak_allocated=1,
+        peak_reserved=1,
+        peak_device=1,
+    )
+
+    def cell(strategy: Strategy, level: str) -> str:
+        result = Result(
+            study="",
+            script=Script(target=file.name, cwd=str(folder)),
+            hardware=Hardware(device="cuda", name="a GPU", total_bytes=1),
+            budget=1,
+            plan=Plan.of({strategy.name: level}),
+            measurement=measurement,
+            confirmed=True,
+            fidelity="exact",
+            baseline=None,
+            baseline_verdict=Verdict.MEASURED,
+            variation=0.0,
+            trials=1,
+            launches=1,
+            launches_out_of_memory=0,
+            search_seconds=1.0,
+            versions={},
+            facts=facts,
+        )
+        found = expressed(form, result)
+        assert found is not None, f"{form} carries every plan"
+        if strategy.name in found.strategies:
+            return "in part" if found.in_script else "yes"
+        if strategy.name in found.by_hand:
+            return found.told(strategy, level)
+        return "no" if strategy.by_hand(level) is None else "by hand"
+
+    return cell
+
+
+def _carried(strategy: Strategy, samples: Mapping[str, Sample]) -> Iterator[list[str]]:
+    """Yield a row for each level; one row for neighbours that the formats treat alike."""
+    levels = [NUMBERS.get(level.name, level.name) for level in strategy.levels[1:]]
+
+    def cells(level: str) -> list[str]:
+        hand = strategy.by_hand(level)
+        row = [sample(strategy, level) for sample in samples.values()]
+        return [*row, hand.setting if hand else ""]
+
+    for row, alike in itertools.groupby(levels, cells):
+        yield [f"`{strategy.name}`", ", ".join(f"`{level}`" for level in alike), *row]
+
+
 # --- the store --------------------------------------------------------------------------------
 
 
@@ -394,6 +545,7 @@ def _default(value: object) -> str:
 
 WRITERS: dict[str, Callable[[], str]] = {
     "cli.md": command_line,
+    "exports.md": exports,
     "strategies.md": strategies,
     "storage.md": storage,
     "python.md": python,
