@@ -13,9 +13,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from typing import Any
 
-from autofit.exceptions import StorageError, WorkerError
+from packaging.requirements import Requirement
+
+from autofit.exceptions import StorageError, UsageError, WorkerError
 from autofit.facts import Bandwidth
 from autofit.storage import MachineKey, Store, url
 from autofit.units import format_size
@@ -36,6 +39,17 @@ _LINKS = {
     "nvlink": "; NVLink to the others",
     "pcie": "; PCIe to the others: a training on several GPUs waits longer for gradients",
 }
+DISTRIBUTION = "autofit-torch"
+EXTRAS: Mapping[str, str] = {
+    "report": "autofit report",
+    "serve": "autofit serve",
+    "notebook": "a table in a notebook that shows the running search",
+    "cluster": "autofit search --submit",
+    "postgresql": "--storage postgresql+psycopg://...",
+    "gp": "autofit search --sampler gp",
+    "peft": "LoRA and QLoRA (--allow recipe)",
+}
+"""The extras of the distribution, and what each is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +81,13 @@ def examine(storage: str | None = None) -> Examination:
     cards = meter.cards()
     hardware = cards[0].hardware if cards else meter.hardware(device)
     findings = [*_torch(device), *_driver(cards), *map(_card, cards), *_machine(), *_tools()]
+    findings += [_extra(name, use) for name, use in EXTRAS.items()]
     bandwidths: Mapping[int, Bandwidth] = {}
     try:
         if url.exists(storage):
             with Store(storage, create=False) as store:
                 bandwidths = store.bandwidths(MachineKey.of(hardware, versions()))
-    except StorageError as error:
+    except (StorageError, UsageError) as error:
         findings.append(Finding(name="store", ok=False, text=str(error)))
     findings += _bandwidth(bandwidths)
     return Examination(
@@ -186,3 +201,30 @@ def _tools() -> Iterator[Finding]:
     if not contained:
         written = "this system allows no overlay, so trials write the script's files"
     yield Finding(name="overlay", ok=contained, text=written)
+
+
+def _extra(extra: str, use: str) -> Finding:
+    missing = sorted(set(_missing(DISTRIBUTION, extra)))
+    text = f"for {use}"
+    if missing:
+        text += f"; missing: {', '.join(missing)} (pip install '{DISTRIBUTION}[{extra}]')"
+    return Finding(name=f"extra {extra}", ok=not missing, text=text)
+
+
+def _missing(distribution: str, extra: str) -> Iterator[str]:
+    """Yield the distributions that an extra needs and that are not installed."""
+    if extra not in (metadata.metadata(distribution).get_all("Provides-Extra") or ()):
+        yield f"{distribution}[{extra}]"  # an older version is installed
+    for line in metadata.requires(distribution) or ():
+        needed = Requirement(line)
+        marker = needed.marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            continue  # no extra needs it
+        if marker.evaluate({"extra": extra}):
+            try:
+                metadata.version(needed.name)
+            except metadata.PackageNotFoundError:
+                yield needed.name
+                continue
+            for further in needed.extras:
+                yield from _missing(needed.name, further)

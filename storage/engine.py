@@ -29,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from autofit.exceptions import StorageError
+from autofit.exceptions import StorageError, UsageError
 from autofit.storage.url import DEFAULT, to_url, without_password
 
 HEAD = "0014"
@@ -88,7 +88,7 @@ def make_private(path: Path) -> None:
 
 
 def open_engine(url: URL) -> Engine:
-    """Return an engine for ``url``, not yet connected; raise ``StorageError`` without a driver."""
+    """Return an engine for ``url``, not yet connected; raise ``UsageError`` without a driver."""
     backend = url.get_backend_name()
     try:
         if backend == "sqlite":
@@ -102,7 +102,7 @@ def open_engine(url: URL) -> Engine:
         else:
             engine = create_engine(url)
     except (NoSuchModuleError, ImportError) as error:
-        raise StorageError(
+        raise UsageError(
             f"the store cannot be at {show(url)}: no database driver for {url.drivername!r} is"
             f" installed; {_driver(backend)}, or use SQLite, such as {DEFAULT}"
         ) from error

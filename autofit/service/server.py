@@ -19,7 +19,7 @@ from autofit.worker.cluster.local_ray import RaySession
 
 KEEP = 7 * 24 * 3600.0
 """Seconds for which an uploaded folder is kept by default."""
-NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 """Packages of the extra ``serve``."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,42 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["device"] == meter.default_device()
     assert len(found["cards"]) == len(meter.cards())
     assert {each["name"] for each in found["findings"]} >= {"torch", "NVML", "Ray"}
+
+
+def test_it_names_what_each_extra_is_for(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"]) - {"docs", "dev"}
+    assert extras == set(doctor.EXTRAS)
+    page = (root / "docs/how-to/install.md").read_text()
+    assert all(f"\n| `{extra}` | " in page for extra in extras)
+    found = {each.name: each for each in doctor.examine().findings}
+    assert all(found[f"extra {extra}"].text.startswith("for ") for extra in extras)
+
+
+def test_it_names_what_an_extra_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A distribution that needs what is there, and by an extra of an extra what is not."""
+    about = tmp_path / "autofit_torch-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: autofit-torch\nVersion: 9\n"
+        + "".join(f"Provides-Extra: {extra}\n" for extra in doctor.EXTRAS)
+        + "Requires-Dist: torch\n"
+        "Requires-Dist: click; extra == 'serve'\n"
+        "Requires-Dist: autofit-torch[report]; extra == 'serve'\n"
+        "Requires-Dist: no-such-package>=1; extra == 'report'\n"
+        "Requires-Dist: another; extra == 'report' and python_version < '3'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for extra, command in (("report", "autofit report"), ("serve", "autofit serve")):
+        (line,) = (each for each in lines if f"  extra {extra} " in each)
+        assert line.startswith("! ")
+        lacks = f"for {command}; missing: no-such-package (pip install 'autofit-torch[{extra}]')"
+        assert line.endswith(lacks)
+    assert sum(line.startswith("ok  extra") for line in lines) == len(doctor.EXTRAS) - 2
 
 
 def test_it_shows_the_bandwidth_that_searches_have_measured(

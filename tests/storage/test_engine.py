@@ -22,7 +22,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, Engine, event, inspect, text
 
-from autofit.exceptions import StorageError
+from autofit.exceptions import AutofitError, StorageError, UsageError
 from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.storage import (
@@ -440,8 +440,8 @@ def test_reading_makes_no_file_where_there_is_none(path: Path) -> None:
 # --- errors -----------------------------------------------------------------------------------
 
 
-def message(storage: str) -> str:
-    with pytest.raises(StorageError) as caught:
+def message(storage: str, error: type[AutofitError] = StorageError) -> str:
+    with pytest.raises(error) as caught:
         Store(storage)
     text = str(caught.value)
     assert "\n" not in text
@@ -472,8 +472,9 @@ def test_what_is_no_url(storage: str) -> None:
 
 
 def test_a_database_nobody_knows_and_a_driver_that_is_not_installed() -> None:
-    assert "no database driver for 'banana' is installed" in message("banana://host/db")
-    text = message("mysql+oursql://me:secret@host/db")
+    said = message("banana://host/db", UsageError)
+    assert "no database driver for 'banana' is installed" in said
+    text = message("mysql+oursql://me:secret@host/db", UsageError)
     assert "no database driver" in text
     assert "secret" not in text
 
