@@ -125,7 +125,7 @@ def command_line() -> str:
     for own in commands:
         command = own.command
         usage = command.get_usage(own).removeprefix("Usage: ")
-        told += [f"## {own.command_path}", "", "```", " ".join(usage.split()), "```", ""]
+        told += [f"## {own.command_path}", "", "```text", " ".join(usage.split()), "```", ""]
         told += [prose(command.help or ""), ""]
         told += table(("option", "meaning"), filter(None, map(_option(own), command.params)))
         told += [""]
@@ -205,7 +205,8 @@ def strategies() -> str:
             ),
         )
     found = pairs()
-    told += ["", "## Pairs", "", PAIRS, "", "```", *matrix(NAMES, found), *clashing(found), "```"]
+    told += ["", "## Pairs", "", PAIRS, "", "```text"]
+    told += [*matrix(NAMES, found), *clashing(found), "```"]
     return "\n".join(told) + "\n"
 
 

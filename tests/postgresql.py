@@ -29,19 +29,19 @@ _SECONDS = 30.0
 
 
 class Server:
-    """A running server; each call makes a database and returns its URL."""
+    """A running server; each call makes a database, of this name, and returns its URL."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, host: str, port: int) -> None:
+        self._place = f"{host}:{port}"
         self._numbers = count()
         self._engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
 
     def url(self, database: str) -> str:
         """Return the URL of a database, the password with it."""
-        return f"postgresql+psycopg://{USER}:{PASSWORD}@127.0.0.1:{self._port}/{database}"
+        return f"postgresql+psycopg://{USER}:{PASSWORD}@{self._place}/{database}"
 
-    def __call__(self) -> str:
-        name = f"store{next(self._numbers)}"
+    def __call__(self, name: str = "") -> str:
+        name = name or f"store{next(self._numbers)}"
         with self._engine.connect() as connection:
             connection.execute(text(f"CREATE DATABASE {name}"))
         return self.url(name)
@@ -64,8 +64,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[Server]:
-    """Start one; skip the test, with a reason, where there is none to be had."""
+def server(host: str = "127.0.0.1", port: int | None = None) -> Iterator[Server]:
+    """Start one, at a free port; skip the test, with a reason, where there is none to be had."""
     if importlib.util.find_spec("psycopg") is None:
         pytest.skip("psycopg is not installed: pip install -e '.[dev]'")
     user = _user()
@@ -81,9 +81,11 @@ def server() -> Iterator[Server]:
         make += ["-E", "UTF8", "--locale=C", "--no-sync"]
         made = subprocess.run(make, capture_output=True, text=True, cwd=folder, **user)
         assert made.returncode == 0, made.stderr
-        port = _free_port()
-        with _started(programs / "postgres", folder, port, user) as process:
-            running = Server(port)
+        with (folder / "data/pg_hba.conf").open("a") as rules:
+            rules.write("host all all samehost scram-sha-256\n")
+        place = (host, port or _free_port())
+        with _started(programs / "postgres", folder, place, user) as process:
+            running = Server(*place)
             running.wait(process)
             yield running
             running.close()
@@ -93,11 +95,11 @@ def server() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _started(
-    program: Path, folder: Path, port: int, user: dict[str, Any]
+    program: Path, folder: Path, place: tuple[str, int], user: dict[str, Any]
 ) -> Iterator[subprocess.Popen[bytes]]:
     settings = {
-        "listen_addresses": "127.0.0.1",
-        "port": port,
+        "listen_addresses": place[0],
+        "port": place[1],
         "unix_socket_directories": "",
         "fsync": "off",  # what is killed in these tests is never the machine
     }

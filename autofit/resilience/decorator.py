@@ -136,8 +136,9 @@ class Resilient:
         the number of batches that keeps the effective batch.
 
         *Plan*: attempts start with ``plan`` (levels by technique), or with the best stored plan of
-        the running script, and continue with plans that need less memory. They lower no precision,
-        unless ``allow`` is ``"rounding"``; with ``"exact"``, dropout draws the same masks too.
+        the running script, which may compute in lower precision. They continue with plans that need
+        less memory. A retry lowers no precision further, unless ``allow`` is ``"rounding"``; with
+        ``"exact"``, dropout draws the same masks too.
         ``effective_batch`` is the samples in an optimizer step, for loops that cut their own
         batches.
 
