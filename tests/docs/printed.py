@@ -34,9 +34,9 @@ _MASKS = tuple(
         (rf"\b(?:{_LEVEL})(?:, (?:{_LEVEL}))*\b", "PLAN"),
         (r"\b(?=\w*\d)[0-9a-f]{8}(?:-\d+)?\b", "ID"),
         (r"(?<=\d )#+>?", ""),  # the bar of a peak
-        (r"(?<= )(?:new|~?[+-]\d+ %)(?= +\d)", "CHANGE"),  # the column `vs now`
+        (r"(?<= )(?:new|now|~?[+-]\d+ %)(?= +[<>]? ?\d)", "CHANGE"),  # the column `vs now`
         (r"(?<!\S)(?:> |[~+<-])?(?=\d)|(?<=\d) ?±\d[\d.]*", ""),
-        (r"\d+(?:[.,]\d+)*", "N"),
+        (r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", "N"),
         (r"\bN (?:bytes|[KMGT]i?B)\b", "SIZE"),
         (rf"\bN {_TIMES}(?: N {_TIMES})*\b", "TIME"),
         (r"\bfits\b(?=  |\n| \().*", "fits"),  # what is noted about it depends on figures
