@@ -5,7 +5,8 @@ last commands above it print: see ``printed.py``. A block of another language wi
 ```` ```toml title="plan.toml" ````, is a file that the commands of the page find.
 
 A comment in the line above a block of commands says otherwise:
-``<!-- not run: needs a GPU -->``, or ``<!-- fails -->`` for a block that has to fail.
+``<!-- not run: needs a GPU -->``, ``<!-- fails -->`` for a block that has to fail, or
+``<!-- runs until the page ends -->`` for a server, whose output the next block waits for.
 
     python -m tests.docs.blocks
 """
@@ -54,6 +55,11 @@ class Block:
     def fails(self) -> bool:
         """Whether it has to fail."""
         return self.comment == "fails"
+
+    @property
+    def stays(self) -> bool:
+        """Whether its commands run until the page ends."""
+        return self.comment == "runs until the page ends"
 
 
 @cache

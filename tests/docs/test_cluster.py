@@ -5,7 +5,6 @@ The test has a network of its own, in which this machine has the addresses of th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -20,13 +19,11 @@ import pytest
 from autofit.storage import Store
 from autofit.worker.launch.reaper import SESSION, Reaper
 from tests.docs.blocks import blocks_of
-from tests.docs.conftest import SCRIPT
+from tests.docs.conftest import DATABASE, SCRIPT
 from tests.docs.test_commands import ON_A_HEAD
 from tests.postgresql import PASSWORD, USER, server
 from tests.ray_head import TOOLS, needs_a_job_server
 
-HEAD, DATABASE = "10.0.0.1", "10.0.0.5"
-CLONE_NEWNET = 0x40000000
 DISTRIBUTED = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -63,24 +60,6 @@ def session(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
     reaper.finish()
     shutil.rmtree(home, ignore_errors=True)
-
-
-@pytest.fixture
-def network() -> Iterator[None]:
-    """A network of this thread and the processes that it starts."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open("/proc/thread-self/ns/net") as outside:
-        if libc.unshare(CLONE_NEWNET):
-            pytest.skip(f"no network of its own: {os.strerror(ctypes.get_errno())}")
-        try:
-            for command in (
-                "link set lo up",
-                *(f"address add {a} dev lo" for a in (HEAD, DATABASE)),
-            ):
-                subprocess.run(["ip", *command.split()], check=True)
-            yield
-        finally:
-            assert not libc.setns(outside.fileno(), CLONE_NEWNET)
 
 
 @pytest.mark.full
