@@ -19,6 +19,7 @@ from autofit.worker.cluster.nodes import Node, Places
 from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.guard import who
+from autofit.worker.records.trials import LaunchRequest
 
 QUERY_SECONDS = 5.0
 """Seconds between two queries for the machines of the cluster."""
@@ -78,6 +79,7 @@ class ClusterSlots(LocalSlots):
         """Slots that were accepted at least once."""
         pool = ClusterPool(options.address, options.script, reserved)
         self._cluster_pool = stack.enter_context(pool)
+        pool.open()
         alive = nodes.look()
         self._places: Places = (
             nodes.choose(alive.values(), options.gpus, self.ranks)
@@ -235,7 +237,10 @@ class ClusterSlots(LocalSlots):
             self._cluster_pool.add(alive[node], count)
         self._tried |= counts.keys()
 
-    def workers(self, stack: ExitStack) -> ClusterPool:
+    def begin(self, stack: ExitStack, first: LaunchRequest | None) -> None:
+        """Do nothing: the workers have started."""
+
+    def workers(self) -> ClusterPool:
         """Return the pool of workers; raise ``WorkerError`` if no slot is left."""
         if not self._cluster_pool.slots:
             raise self._none_left()

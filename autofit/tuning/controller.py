@@ -212,11 +212,13 @@ class Search:
             spread=self._slots.spread,
             learns=self._reserved is not None and not before and not options.fresh,
         )
+        first = None if before else self._request(Plan(), Purpose.SEARCH)
+        self._slots.begin(self._stack, first)
 
     def _workers(self) -> Pool:
-        """Return the pool of workers, which is started for the first launch."""
+        """Return the pool of workers, which takes seconds to start."""
         with self._clock.within(RAY):
-            return self._slots.workers(self._stack)
+            return self._slots.workers()
 
     # --- driving ---------------------------------------------------------------------------
 
@@ -246,13 +248,17 @@ class Search:
 
     def _launch(self, slot: int, plan: Plan, purpose: Purpose) -> None:
         """Start a launch; in the search, one that asks for more plans afterwards."""
-        self._workers()  # raises if there are no workers, before a trial is stored
+        pool = self._workers()  # raises if there are no workers, before a trial is stored
         number = self._store.next_launch(self._history.study)
         trial = self._begin(plan, number, purpose)
         self._launches[slot] = RunningLaunch([trial], number=number, ahead=plan.fixed)
         self._clock.enter(LAUNCHES)
-        request = self._request(plan, purpose)
-        self._submit(slot, replace(request, converses=purpose is Purpose.SEARCH))
+        request = replace(self._request(plan, purpose), converses=purpose is Purpose.SEARCH)
+        if pool.first_ended:
+            for event in pool.first_events(request):
+                self._handle_event(slot, event)
+        else:
+            self._submit(slot, request)
 
     def _start_early(self) -> None:
         """Start the script on idle slots before there is a plan for them, to save start-up time.

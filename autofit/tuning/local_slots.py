@@ -13,7 +13,7 @@ from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
 from autofit.worker.cluster.pool import Pool
 from autofit.worker.cluster.versions import versions
-from autofit.worker.records.trials import LaunchEnded
+from autofit.worker.records.trials import LaunchEnded, LaunchRequest
 
 CPU_SLOTS = 1
 """Slots on the CPU. Parallel trials would disturb one another's step times."""
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 
 
 class LocalSlots:
-    """The slots of a search on this machine. Starts the workers when the first is needed.
+    """The slots of a search on this machine.
 
     Raises ``UsageError`` if the requested devices do not exist or have too little free memory.
     """
@@ -120,22 +120,31 @@ class LocalSlots:
         """Number of devices. On the CPU, all ranks of a trial count as one device."""
         return self.count * (self.ranks if self.device == "cuda" else 1)
 
-    def workers(self, stack: ExitStack) -> Pool:
-        """Return the pool of workers. The first call starts it; ``stack`` closes it.
+    def begin(self, stack: ExitStack, first: LaunchRequest | None) -> None:
+        """Begin to start the workers; ``stack`` closes them.
 
-        Raises ``WorkerError`` if every slot is lost.
+        ``first``: the request of the first launch, if it is known; its process starts meanwhile.
+        """
+        pool = Pool(
+            self.count,
+            self.device,
+            gpus=self._each,
+            cards=[card.entry for card in self._cards],
+            prepares=self.prepares,
+        )
+        self._pool = stack.enter_context(pool)
+        if first is not None and first.processes == 1:
+            pool.prepare_first(first)
+
+    def workers(self) -> Pool:
+        """Return the pool of workers, once they have started or ``Pool.first_ended``.
+
+        Raises ``WorkerError`` if every slot is lost, or if Ray does not start.
         """
         if len(self._lost) == self.count:
             raise self._none_left()
-        if self._pool is None:
-            pool = Pool(
-                self.count,
-                self.device,
-                gpus=self._each,
-                cards=[card.entry for card in self._cards],
-                prepares=self.prepares,
-            )
-            self._pool = stack.enter_context(pool)
+        assert self._pool is not None, "begin comes first"
+        self._pool.open()
         return self._pool
 
     def span(self) -> None:

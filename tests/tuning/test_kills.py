@@ -57,16 +57,18 @@ class Watch(threading.Thread):
         """``(process, address)`` of every socket seen listening."""
 
     def run(self) -> None:
-        while not self._done.wait(0.4):
-            try:
-                self.seen |= {*self._root.children(recursive=True)}
-            except psutil.NoSuchProcess:
-                return
-            for process in [self._root, *self.seen]:
-                self.sessions |= {session_of(process) or ""} - {""}
-                self._look(process)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not self._done.wait(0.4):
+                self.look()
 
-    def _look(self, process: psutil.Process) -> None:
+    def look(self) -> None:
+        """Sample once."""
+        self.seen |= {*self._root.children(recursive=True), *self._marked()}
+        for process in [self._root, *self.seen]:
+            self.sessions |= {session_of(process) or ""} - {""}
+            self._listen(process)
+
+    def _listen(self, process: psutil.Process) -> None:
         try:
             for connection in process.net_connections():
                 if connection.status == psutil.CONN_LISTEN:
@@ -80,8 +82,10 @@ class Watch(threading.Thread):
 
     def left(self) -> list[psutil.Process]:
         """What still runs of all that was seen or carries the mark of a session seen."""
-        marked = {p for p in psutil.process_iter() if session_of(p) in self.sessions}
-        return [p for p in self.seen | marked if _alive(p)]
+        return [p for p in self.seen | self._marked() if _alive(p)]
+
+    def _marked(self) -> set[psutil.Process]:
+        return {p for p in psutil.process_iter() if session_of(p) in self.sessions}
 
 
 def _alive(process: psutil.Process) -> bool:

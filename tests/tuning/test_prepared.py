@@ -19,6 +19,7 @@ import pytest
 from autofit.storage import Purpose, State
 from autofit.worker.launch.launcher import HARNESS
 from tests.tuning.finished import SLOW, Trials
+from tests.tuning.test_kills import Watch
 
 IMPORT = 4.0
 """Seconds that the script's imports take."""
@@ -100,14 +101,15 @@ def test_after_an_interrupt_no_process_is_left(
         assert process.poll() is None
         assert time.monotonic() < deadline, "no process was prepared"
         time.sleep(0.1)
-    ours = psutil.Process(process.pid).children(recursive=True)
+    watch = Watch(process.pid)
+    watch.look()
     if sent is signal.SIGINT:
         os.killpg(process.pid, sent)
     else:
         process.kill()
     assert process.wait(60) == (130 if sent is signal.SIGINT else -sent)
-    _, left = psutil.wait_procs(ours, timeout=10)
-    assert left == []
+    psutil.wait_procs(watch.seen, timeout=10)
+    assert watch.left() == []
     assert running(tmp_path) == set()
     if sent is signal.SIGINT:
         assert trials(tmp_path, State.RUNNING) == ()

@@ -21,6 +21,7 @@ from autofit.worker.cluster.versions import of_node
 from autofit.worker.launch import other_uid
 from autofit.worker.launch.capacity import Capacity, beside
 from autofit.worker.launch.child import adopt_orphans
+from autofit.worker.launch.first import take
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import HARNESS, Control, launch
 from autofit.worker.launch.reaper import SESSION, Reaper
@@ -147,8 +148,11 @@ class Slot:
             folder=identity(folder),
         )
 
-    def launch(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
-        """Run ``request`` and yield its events and reports."""
+    def launch(self, request: LaunchRequest, first: str | None = None) -> Iterator[LaunchEvent]:
+        """Run ``request`` and yield its events and reports.
+
+        ``first``: address at which its prepared process is offered (``launch.first``).
+        """
         self._idle.clear()
         environment = self._environment
         if self._setting.device == "cuda" and request.processes == 1:
@@ -166,6 +170,7 @@ class Slot:
                 control=self._control,
                 guard=self._guard,
                 uid=self._setting.uid,
+                started=None if first is None else take(first),
             )
         finally:
             self._idle.set()  # before a new control: ``stop`` reads the control first, then this

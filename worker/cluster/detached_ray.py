@@ -12,26 +12,24 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
-import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.cluster.local_ray import (
-    LEAST_OBJECT_STORE,
     OF_RAY,
+    START,
+    address_in,
     answers,
+    check_started,
     short_folder,
+    start_head,
     variables,
 )
 from autofit.worker.launch import reaper
 
-_START = 120.0
-"""Seconds within which ``ray start`` has to end."""
 _GOODBYE = 15.0
 """Seconds that the service has to end after SIGTERM."""
 _KILL = 30.0
@@ -81,12 +79,12 @@ class DetachedRay:
         settings = {**variables(self._session, self._token()), "RAY_AUTH_MODE": "token"}
         del settings[reaper.SESSION]
         os.environ.update(settings)
-        address = self._address()
+        address = address_in(self._of_ray)
         if address and answers(address):
             return address, False
         self._kill()
         self._start(searches)
-        return self._address(), True
+        return address_in(self._of_ray), True
 
     def stop(self) -> bool:
         """End the service, then its Ray with all searches; return whether anything ran.
@@ -122,44 +120,18 @@ class DetachedRay:
             stream.write(secrets.token_hex(32))
         return file.read_text()
 
-    def _address(self) -> str:
-        try:
-            return (self._of_ray / "ray_current_cluster").read_text().strip()
-        except OSError:
-            return ""
-
     def _start(self, searches: int) -> None:
         shutil.rmtree(self._of_ray, ignore_errors=True)
-        self._of_ray.mkdir(mode=0o700)
-        line = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
-            *("--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"),
-            *(f"--num-cpus={searches}", f"--object-store-memory={LEAST_OBJECT_STORE}"),
-            *(f"--temp-dir={self._of_ray}", f"--plasma-directory={self._of_ray}"),
-            *("--no-monitor", "--include-log-monitor=false"),
-        ]
-        if find_spec("grpc") is not None:
-            # Then Ray starts its server for remote clients too; its default port may be taken.
-            line.append(f"--ray-client-server-port={_free_port()}")
         environment = {**os.environ, reaper.SESSION: self._session}
         environment.pop("AUTOFIT_ORIGIN", None)
+        resources = [f"--num-cpus={searches}"]
+        starting = start_head(self._of_ray, resources=resources, environment=environment)
         try:
-            done = subprocess.run(
-                line,
-                env=environment,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=_START,
-                start_new_session=True,
-            )
+            starting.wait(START)
         except subprocess.TimeoutExpired:
-            raise WorkerError(f"Ray did not start within {_START:.0f} s") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-            raise WorkerError(f"Ray does not start on this machine: {last}")
+            starting.kill()
+            raise WorkerError(f"Ray did not start within {START:.0f} s") from None
+        check_started(starting)
 
     def _holder(self) -> str:
         try:
@@ -198,9 +170,3 @@ class DetachedRay:
         if reaper.kill_until_gone(ours, _KILL):
             raise WorkerError("some processes of the service's Ray do not end")
         return found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port

@@ -17,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +39,9 @@ _ANSWER = 4.0
 
 After five seconds, Ray's client prints a warning.
 """
+START = 120.0
+"""Seconds within which Ray has to start."""
+_PAUSE = 0.02
 _ASK = """
 import sys, ray._raylet
 print("asking", flush=True)
@@ -75,8 +80,8 @@ def variables(session: str, token: str) -> dict[str, str]:
 class RaySession:
     """Starts Ray or joins the one at ``address``; a context manager.
 
-    A Ray that is started here has no GPUs, because the pool assigns them.
-    Entering raises ``WorkerError`` if Ray does not start or does not answer.
+    A Ray that is started here has no GPUs, because the pool assigns them. Its start takes seconds:
+    ``begin`` returns at once, and ``join`` waits for it. Entering does both.
     """
 
     def __init__(self, *, address: str | None = None) -> None:
@@ -85,6 +90,9 @@ class RaySession:
         self.folder: Path | None = None
         """The session's private folder; ``None`` with a Ray that autofit did not start."""
         self._reaper: Reaper | None = None
+        self._token = secrets.token_hex(32)
+        self._starting: subprocess.Popen[bytes] | None = None
+        """The process that starts Ray; ``None`` if there is none to start."""
         self._guest = False
         self._changes = contextlib.ExitStack()
         """What Ray or this object changes in the process, undone at the end."""
@@ -95,20 +103,39 @@ class RaySession:
         return self._reaper is not None
 
     def __enter__(self) -> Self:
-        import ray
+        self.begin()
+        self.join()
+        return self
 
-        self._guest = ray.is_initialized()
+    def begin(self) -> None:
+        """Start the processes of Ray, unless there is one to join.
+
+        Raises ``WorkerError`` if the system cannot start them.
+        """
+        ray = sys.modules.get("ray")
+        self._guest = ray is not None and ray.is_initialized()
+        if self._guest or self._address is not None:
+            return
+        self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=short_folder()))
+        self._reaper = Reaper(self.session, self.folder)
+        self._starting = start_head(
+            self.folder / OF_RAY,
+            resources=("--num-cpus=0", "--num-gpus=0"),  # autofit's actors request none
+            environment={**os.environ, **self._variables},
+        )
+
+    def join(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Connect this process to Ray once it runs; return ``False`` as soon as ``stop()`` holds.
+
+        Raises ``WorkerError`` if Ray does not start or does not answer.
+        """
         try:
-            if not self._guest:
-                self._changes.enter_context(_without_messages())
-                self._changes.enter_context(_restored([AUTH_MODE]))
-            if self._guest:
-                pass  # the calling program has started Ray itself
-            elif self._address is not None:
-                self._join(self._address)
-            else:
-                self._start()
+            if not self._wait(stop):
+                return False
+            self._connect()
         except BaseException as error:
+            import ray
+
             self.close()
             of_ray = OSError | RuntimeError | ValueError | ray.exceptions.RayError
             if isinstance(error, of_ray) or type(error) is Exception:  # a node that starts late
@@ -116,25 +143,64 @@ class RaySession:
                 reason = str(error).strip().partition("\n")[0]
                 raise WorkerError(f"Ray {where} cannot be used: {reason}") from error
             raise
-        return self
+        return True
+
+    def _wait(self, stop: Callable[[], bool]) -> bool:
+        """Wait until the process that starts Ray has ended; return ``False`` if ``stop()`` holds.
+
+        Raises ``WorkerError`` if Ray does not start.
+        """
+        deadline = time.monotonic() + START
+        while self._starting is not None and self._starting.poll() is None and not stop():
+            if time.monotonic() > deadline:
+                raise WorkerError(f"Ray did not start within {START:.0f} s")
+            time.sleep(_PAUSE)
+        return not stop()
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {**variables(self.session, self._token), AUTH_MODE: "token"}
+
+    def _connect(self) -> None:
+        if self._guest:
+            return  # the calling program has started Ray itself
+        self._changes.enter_context(_without_messages())
+        self._changes.enter_context(_restored([AUTH_MODE]))
+        if self._address is not None:
+            self._join(self._address)
+            return
+        assert self._starting is not None, "begin comes first"
+        assert self.folder is not None
+        check_started(self._starting)
+        from ray._private import ray_constants
+
+        # Ray read it from the environment at import, which may have been earlier.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        with _environment(self._variables):
+            _forget_token()
+            self._init(address_in(self.folder / OF_RAY))
+
+    @staticmethod
+    def _init(address: str) -> None:
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        with _own_sigterm():
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
 
     def _join(self, address: str) -> None:
         """Join the cluster at ``address``; Ray finds the token that the cluster requires."""
-        import ray
-
         if "://" in address:
             raise UsageError(
                 f"--address {address}: give auto or host:port, on a machine of the cluster;"
                 " on another machine, submit the search as a job"
             )
-        logging.getLogger("ray").setLevel(logging.ERROR)
         named = os.environ.get("RAY_ADDRESS") if address == "auto" else None
         host, _, port = (named or address).rpartition(":")
         if port.isdecimal():  # without this test, Ray tries for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECTION).close()
             _ask_ray(f"{host}:{port}")
-        with _own_sigterm():
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        self._init(address)
 
     def __exit__(
         self,
@@ -146,44 +212,81 @@ class RaySession:
 
     def close(self) -> None:
         """End Ray if this object started it, and wait until its processes are gone."""
-        import ray
-
+        ray = sys.modules.get("ray")
         try:
-            if not self._guest:
+            if ray is not None and not self._guest:
                 ray.shutdown()
         finally:
             self._changes.close()
             if self._reaper is not None:
                 self._reaper.finish()
                 self._reaper = None
+            if self._starting is not None:
+                self._starting.wait()
+                self._starting = None
+            if ray is not None and not self._guest and self._address is None:
                 _forget_token()
             if self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self) -> None:
-        import ray
-        from ray._private import ray_constants
 
-        # Ray read it from the environment at import, which may have been earlier.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        self.folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=short_folder()))
-        self._reaper = Reaper(self.session, self.folder)
-        of_ray = str(self.folder / OF_RAY)
-        _forget_token()
-        with _own_sigterm(), _environment(variables(self.session, secrets.token_hex(32))):
-            ray.init(
-                address="local",
-                num_cpus=0,  # Ray starts no idle workers; autofit's actors request no CPU
-                num_gpus=0,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=LEAST_OBJECT_STORE,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=of_ray,
-                _plasma_directory=of_ray,
-            )
+def start_head(
+    folder: Path, *, resources: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Begin to start a head of Ray on loopback, and return the process that does it.
+
+    ``folder``: Ray's own, which it makes; ``address_in`` finds its address there.
+    ``resources``: options of ``ray start``. ``check_started`` tells what went wrong.
+    """
+    folder.mkdir(mode=0o700)
+    listen = [_free_port() for _ in range(5)]
+    # With given ports, Ray does not wait for its agents, which takes seconds.
+    line = [
+        *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
+        *("--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"),
+        *(*resources, f"--object-store-memory={LEAST_OBJECT_STORE}"),
+        *(f"--temp-dir={folder}", f"--plasma-directory={folder}"),
+        *("--no-monitor", "--include-log-monitor=false"),
+        *(f"--runtime-env-agent-port={listen[0]}", f"--metrics-export-port={listen[1]}"),
+        *(f"--dashboard-agent-listen-port={listen[2]}", f"--dashboard-agent-grpc-port={listen[3]}"),
+    ]
+    if find_spec("grpc") is not None:
+        # Then Ray starts its server for remote clients too; its default port may be taken.
+        line.append(f"--ray-client-server-port={listen[4]}")
+    return subprocess.Popen(
+        line,
+        env=environment,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def check_started(starting: subprocess.Popen[bytes]) -> None:
+    """Raise ``WorkerError`` if ``starting``, which has ended, did not start Ray."""
+    assert starting.stderr is not None, "start_head reads it"
+    with starting.stderr as stream:
+        if starting.returncode:
+            last = (stream.read().decode(errors="replace").strip().splitlines() or ["no reason"])[
+                -1
+            ]
+            raise WorkerError(f"Ray does not start on this machine: {last}")
+
+
+def address_in(folder: Path) -> str:
+    """Return the address of the head of Ray in ``folder``; empty if there is none."""
+    try:
+        return (folder / "ray_current_cluster").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 def answers(address: str) -> bool:

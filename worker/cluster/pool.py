@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from autofit.exceptions import WorkerError
-from autofit.worker.cluster.actor import GOODBYE, Setting, Slot, share
+from autofit.worker.cluster.actor import GOODBYE, Setting, Slot, share, with_one_gpu
 from autofit.worker.cluster.local_ray import RaySession
-from autofit.worker.launch.launcher import HARNESS
+from autofit.worker.launch.first import First
+from autofit.worker.launch.guard import Guard
+from autofit.worker.launch.launcher import HARNESS, start
 from autofit.worker.meter import nvml
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
@@ -38,7 +40,7 @@ class Pool:
     Ray is ended on exit, and also if this process is killed. If the program has started Ray itself,
     the pool uses that, with the GPUs that Ray assigns.
     ``prepares``: keep a second actor for each slot, in which ``prepare`` starts processes.
-    Entering raises ``WorkerError`` if Ray does not start or there are too few GPUs.
+    Entering begins to start Ray; ``open`` waits for it.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Pool:
         self._prepares = prepares
         self._spares: dict[int, Any] = {}
         """A second actor for each slot, in which the next launch is prepared."""
-        self._prepared: dict[int, tuple[Any, LaunchRequest]] = {}
-        """The prepared launch of each slot: the stream of its events, and its request."""
+        self._prepared: dict[int, tuple[Any, Any, LaunchRequest]] = {}
+        """The prepared launch of each slot: its actor, the stream of its events, its request."""
+        self._first: First | None = None
+        self._opened = False
 
     @property
     def free(self) -> list[int]:
@@ -77,19 +81,61 @@ class Pool:
         return [slot for slot in self.slots if slot not in self._streams.values()]
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._ray)
-            self._open()
-            stack.pop_all()
+        self._ray.begin()
         return self
+
+    def prepare_first(self, request: LaunchRequest) -> None:
+        """Start a process while Ray starts, which the first request on slot 0 can use.
+
+        It runs up to its first device call. None is started if Ray runs already.
+        """
+        if self._ray.folder is None:
+            return
+        self._assign_cards()
+        started = start(
+            replace(request, prepared=True),
+            harness=self._harness,
+            environment=with_one_gpu(self._environment_of(0)),
+            scratch=str(self._ray.folder),
+            session=self._ray.session,
+        )
+        self._first = First(replace(request, prepared=True), started, self._ray.folder)
+
+    @property
+    def first_ended(self) -> bool:
+        """Whether the process of ``prepare_first`` ended before Ray had started."""
+        return not self._opened and self._first is not None and self._first.ended
+
+    def first_events(self, request: LaunchRequest) -> Iterator[LaunchEvent]:
+        """Use the first process, which has ended, for ``request``; return what it reported."""
+        assert self._first is not None, "it has ended"
+        first, self._first = self._first, None
+        with contextlib.closing(first):
+            yield from first.events(request, Guard.of(self._device, self._environment_of(0)))
+
+    def open(self) -> bool:
+        """Wait until Ray has started, and start the actors; a second call does nothing.
+
+        Returns ``False`` if ``first_ended`` before; the next call waits further. Raises
+        ``WorkerError`` if Ray does not start or there are too few GPUs.
+        """
+        if not self._opened:
+            if not self._ray.join(lambda: self.first_ended):
+                return False
+            self._opened = True
+            self._open()
+        return True
 
     def _open(self) -> None:
         """Start the actors."""
-        if self._gpus and self._ray.ours:
+        if self._ray.ours:
             self._assign_cards()
         elif self._gpus:
             self._groups = {slot: self._reserve() for slot in self.slots}
         self._actors = {slot: self._start(slot) for slot in self.slots}
+        if self._first is not None:
+            actor, request = self._actors[0], self._first.request
+            self._prepared[0] = actor, actor.launch.remote(request, self._first.address), request
         if self._prepares and self._ray.ours:
             import ray
 
@@ -106,8 +152,11 @@ class Pool:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._leave()
+            if self._opened:
+                self._leave()
         finally:
+            if self._first is not None:
+                self._first.close()
             self._ray.close()
 
     def span(self, gpus: int) -> None:
@@ -118,6 +167,9 @@ class Pool:
         import ray
 
         self._leave()
+        if self._first is not None:
+            self._first.close()
+            self._first = None
         if self._ray.ours:  # otherwise ``_leave`` has ended them
             for actor in (*self._actors.values(), *self._spares.values()):
                 ray.kill(actor)
@@ -128,7 +180,11 @@ class Pool:
         self._open()
 
     def submit(self, slot: int, request: LaunchRequest) -> None:
-        """Start ``request`` on ``slot``, which must be free; use the prepared launch if any."""
+        """Start ``request`` on ``slot``, which must be free; use the prepared launch if any.
+
+        Calls ``open``.
+        """
+        self.open()
         if slot not in self.free:
             raise WorkerError(f"slot {slot} is busy; free ones: {self.free}")
         if slot in self._prepared:
@@ -143,24 +199,26 @@ class Pool:
         replaced. None is started if the machine has too little capacity.
         """
         if slot in self._prepared:
-            if self._prepared[slot][1].plans == request.plans:
+            actor, _, before = self._prepared[slot]
+            if before.plans == request.plans:
                 return
-            self._await(self._cancel(self._spares[slot]))
+            self._await(self._cancel(actor))
             del self._prepared[slot]
         if slot not in self._spares:
             return
         capacity = self._actors[slot].capacity.options(concurrency_group="control")
         found = self._await(capacity.remote())
         if found is not None and found.enough:
-            request = replace(request, prepared=True)
-            self._prepared[slot] = self._spares[slot].launch.remote(request), request
+            actor, request = self._spares[slot], replace(request, prepared=True)
+            self._prepared[slot] = actor, actor.launch.remote(request), request
 
     def _use(self, slot: int, request: LaunchRequest) -> None:
         """Continue the prepared launch of ``slot`` as the launch of ``request``."""
-        stream, _ = self._prepared.pop(slot)
-        self._actors[slot], self._spares[slot] = self._spares[slot], self._actors[slot]
+        actor, stream, _ = self._prepared.pop(slot)
+        if actor is self._spares.get(slot):
+            self._actors[slot], self._spares[slot] = actor, self._actors[slot]
         self._streams[stream] = slot
-        use = self._actors[slot].use.options(concurrency_group="control")
+        use = actor.use.options(concurrency_group="control")
         if self._await(use.remote(request)) is False:
             self._spares.clear()  # something ends such processes: another would be lost too
 
@@ -227,7 +285,9 @@ class Pool:
         self._actors[slot] = self._start(slot)
 
     def _assign_cards(self) -> None:
-        """Assign this machine's cards to the slots."""
+        """Assign this machine's cards to the slots; none on the CPU."""
+        if not self._gpus:
+            return
         need = len(self.slots) * self._gpus
         self._cards = self._cards or [card.entry for card in nvml.cards(self._environment)]
         if len(self._cards) < need:
@@ -250,20 +310,22 @@ class Pool:
 
     def _start(self, slot: int) -> Any:
         options: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
-        environment = self._environment
         if self._ray.ours:
             options = {"num_cpus": 0}
-            if self._gpus:
-                environment = {**self._threads(), **environment, VISIBLE: self._own(slot)}
         elif self._gpus:
             options = self._within(self._groups[slot])
         setting = Setting(
             device=self._device,
-            environment=environment,
+            environment=self._environment_of(slot),
             harness=self._harness,
             scratch=None if self._ray.folder is None else str(self._ray.folder),
         )
         return self._actor(options, setting)
+
+    def _environment_of(self, slot: int) -> dict[str, str]:
+        if not (self._gpus and self._ray.ours):
+            return self._environment
+        return {**self._threads(), **self._environment, VISIBLE: self._own(slot)}
 
     def _within(self, group: Any, bundle: int = -1) -> dict[str, Any]:
         """Return the options that put an actor into a placement group; -1 is any bundle of it."""
@@ -309,7 +371,7 @@ class Pool:
         from ray.util import remove_placement_group
 
         actors = [self._actors[slot] for slot in self._streams.values()]
-        actors += [self._spares[slot] for slot in self._prepared]
+        actors += [actor for actor, _, _ in self._prepared.values()]
         running = [self._cancel(actor) for actor in actors]
         if running:
             ray.wait(running, num_returns=len(running), timeout=GOODBYE)

@@ -96,7 +96,7 @@ class RemoteRank(Slot):
         try:
             with scratch as own:
                 spec = replace(spec, scratch=own)
-                with Child(python(HARNESS), spec, environment, lone=True) as child:
+                with Child.start(python(HARNESS), spec, environment, lone=True) as child:
                     self._child = child
                     for event in child.events():
                         with self._news:

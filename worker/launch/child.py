@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -70,6 +72,88 @@ class Tail:
         return "\n".join(line.decode(errors="replace") for line in last)
 
 
+@dataclass(slots=True)
+class Held:
+    """What a parent holds of a process: descriptors, and how to learn its exit code."""
+
+    pid: int
+    pidfd: int
+    events: Connection
+    control: Connection
+    output: FileIO
+    """What the process prints; reading does not block."""
+    wait: Callable[[], int]
+    """Waits for the end and returns the exit code, or minus the signal that ended the process."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The descriptors, in the order in which ``of`` takes them."""
+        return [self.pidfd, self.events.fileno(), self.control.fileno(), self.output.fileno()]
+
+    @classmethod
+    def of(cls, pid: int, descriptors: Sequence[int], wait: Callable[[], int]) -> Self:
+        """Return what ``descriptors`` hold of the process ``pid``."""
+        pidfd, events, control, output = descriptors
+        os.set_blocking(output, False)
+        return cls(
+            pid=pid,
+            pidfd=pidfd,
+            events=Connection(events, writable=False),
+            control=Connection(control, readable=False),
+            output=FileIO(output),
+            wait=wait,
+        )
+
+    @property
+    def running(self) -> bool:
+        """Whether the process runs; ``False`` once this object is closed."""
+        return self.pidfd >= 0 and not wait([self.pidfd], timeout=0)
+
+    def close(self) -> None:
+        """Close the descriptors. A second call does nothing."""
+        for pipe in (self.events, self.control, self.output):
+            pipe.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def start(
+    command: list[str], spec: ChildSpec, environment: Mapping[str, str], uid: int | None = None
+) -> Held:
+    """Start ``command`` in a session of its own, with one pipe in each direction.
+
+    Raises ``WorkerError`` when the operating system cannot start the process.
+    """
+    events, child_events = os.pipe()
+    child_control, control = os.pipe()
+    output, child_output = os.pipe()
+    numbers = {EVENTS_FD: str(child_events), CONTROL_FD: str(child_control)}
+    try:
+        with _no_signal_blocked():
+            process = subprocess.Popen(
+                command,
+                cwd=spec.request.script.cwd,
+                env={**environment, **numbers},
+                stdin=subprocess.DEVNULL,
+                stdout=child_output,
+                stderr=child_output,
+                start_new_session=True,
+                pass_fds=(child_events, child_control),
+                **other_uid.process_options(uid),
+            )
+    except OSError as error:
+        for fd in (events, control, output):
+            os.close(fd)
+        where = spec.request.script.cwd
+        raise WorkerError(f"cannot start {command[0]} in {where}: {error.strerror}") from error
+    finally:
+        for fd in (child_events, child_control, child_output):
+            os.close(fd)
+    held = [os.pidfd_open(process.pid), events, control, output]
+    return Held.of(process.pid, held, process.wait)
+
+
 class Child:
     """A process in a session of its own, with one pipe in each direction.
 
@@ -77,18 +161,13 @@ class Child:
     ``lone``, this process runs only such children, one at a time, and is a subreaper
     (``adopt_orphans``). Every orphan it adopts then belongs to the child. With ``uid``, the child
     runs under it: see ``other_uid``.
-    Raises ``WorkerError`` when the operating system cannot start the process.
     """
 
     def __init__(
-        self,
-        command: list[str],
-        spec: ChildSpec,
-        environment: Mapping[str, str],
-        *,
-        lone: bool = False,
-        uid: int | None = None,
+        self, held: Held, spec: ChildSpec, *, lone: bool = False, uid: int | None = None
     ) -> None:
+        self.held = held
+        self.spec = spec
         self._uid = uid
         self.tail = Tail()
         self.timed_out = False
@@ -98,38 +177,27 @@ class Child:
         self._limit: threading.Timer | None = None
         self._killed = False
         self._seen: set[Process] = set()
-        events, child_events = os.pipe()
-        child_control, control = os.pipe()
-        output, child_output = os.pipe()
-        self._events = Connection(events, writable=False)
-        self._control = Connection(control, readable=False)
-        self._output = os.fdopen(output, "rb", buffering=0)
-        os.set_blocking(output, False)
-        numbers = {EVENTS_FD: str(child_events), CONTROL_FD: str(child_control)}
-        try:
-            with _no_signal_blocked():
-                self._process = subprocess.Popen(
-                    command,
-                    cwd=spec.request.script.cwd,
-                    env={**environment, **numbers},
-                    stdin=subprocess.DEVNULL,
-                    stdout=child_output,
-                    stderr=child_output,
-                    start_new_session=True,
-                    pass_fds=(child_events, child_control),
-                    **other_uid.process_options(uid),
-                )
-        except OSError as error:
-            self._close_pipes()
-            where = spec.request.script.cwd
-            raise WorkerError(f"cannot start {command[0]} in {where}: {error.strerror}") from error
-        finally:
-            for fd in (child_events, child_control, child_output):
-                os.close(fd)
-        self.pid = self._process.pid
+        self.pid = held.pid
         self.rank = spec.rank
-        self._pidfd = os.pidfd_open(self.pid)
-        self._spec = spec
+
+    @classmethod
+    def start(
+        cls,
+        command: list[str],
+        spec: ChildSpec,
+        environment: Mapping[str, str],
+        *,
+        lone: bool = False,
+        uid: int | None = None,
+    ) -> Self:
+        """Start ``command`` with two pipes in the script's working directory, and send ``spec``.
+
+        Raises ``WorkerError`` when the operating system cannot start the process.
+        """
+        held = start(command, spec, environment, uid)
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code tells more
+            held.control.send(spec)
+        return cls(held, spec, lone=lone, uid=uid)
 
     label = waiting = ""
     """Empty for a single process; ``group.Group`` names ranks here."""
@@ -171,27 +239,29 @@ class Child:
     def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
         """Send the child the answer that it is waiting for."""
         with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
-            self._control.send(answer)
+            self.held.control.send(answer)
 
     def events(self) -> Iterator[Event]:
-        """Send the spec, then yield the child's events until it has ended."""
-        with contextlib.suppress(BrokenPipeError):  # it ended at once; its exit code tells more
-            self._control.send(self._spec)
-        sources: list[Connection | int] = [self._events, self._output.fileno(), self._pidfd]
-        while self._pidfd in sources:
+        """Yield the child's events until it has ended."""
+        sources: list[Connection | int] = [
+            self.held.events,
+            self.held.output.fileno(),
+            self.held.pidfd,
+        ]
+        while self.held.pidfd in sources:
             for source in wait(sources):
-                if source is self._events:
+                if source is self.held.events:
                     event = self._receive()
                     if event is None:
-                        sources.remove(self._events)
+                        sources.remove(self.held.events)
                     else:
                         yield event
-                elif source == self._pidfd:
-                    sources.remove(self._pidfd)
+                elif source == self.held.pidfd:
+                    sources.remove(self.held.pidfd)
                 elif not self._read_output():
-                    sources.remove(self._output.fileno())
+                    sources.remove(self.held.output.fileno())
         self._end_tree()  # descendants may hold the pipes open, and reading would not end
-        while self._events in sources and self._events.poll():
+        while self.held.events in sources and self.held.events.poll():
             event = self._receive()
             if event is None:
                 break
@@ -202,19 +272,19 @@ class Child:
     @property
     def returncode(self) -> int | None:
         """Exit code, or minus the signal that ended it; ``None`` if this object killed it."""
-        code = self._process.wait()
+        code = self.held.wait()
         return None if self._killed and code == -signal.SIGKILL else code
 
     def signal(self, number: int) -> None:
         """Send the child a signal; do nothing if it has ended."""
         with self._lock:
-            if _running(self._pidfd):
-                signal.pidfd_send_signal(self._pidfd, number)
+            if self.held.running:
+                signal.pidfd_send_signal(self.held.pidfd, number)
 
     def kill(self) -> bool:
         """Kill the child's process group without waiting; return ``False`` if it had ended."""
         with self._lock:
-            if not _running(self._pidfd):  # another process may have its id by now
+            if not self.held.running:  # another process may have its id by now
                 return False
             self._killed = True
             self._seen |= self._mine(processes())  # killing the child makes its children orphans
@@ -226,12 +296,9 @@ class Child:
         for timer in self._timers:
             timer.cancel()
         self._end_tree()
-        self._process.wait()
-        self._close_pipes()
+        self.held.wait()
         with self._lock:
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
-                self._pidfd = -1
+            self.held.close()
 
     def _end_tree(self) -> None:
         self.kill()
@@ -262,9 +329,9 @@ class Child:
     def _receive(self) -> Event | None:
         try:
             if self._uid is None:
-                event: Event = self._events.recv()
+                event: Event = self.held.events.recv()
             else:
-                event = other_uid.loads(self._events.recv_bytes())
+                event = other_uid.loads(self.held.events.recv_bytes())
         except (EOFError, ConnectionResetError):
             return None
         except pickle.UnpicklingError as error:
@@ -273,13 +340,9 @@ class Child:
 
     def _read_output(self) -> bool:
         """Read the output that is there; return ``False`` at its end."""
-        data = self._output.read(1 << 16)
+        data = self.held.output.read(1 << 16)
         self.tail.feed(data or b"")
         return bool(data)
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._events, self._control, self._output):
-            pipe.close()
 
 
 def python(program: Path) -> list[str]:
@@ -312,10 +375,6 @@ def _no_signal_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _running(pidfd: int) -> bool:
-    return pidfd >= 0 and not wait([pidfd], timeout=0)
 
 
 def bury_orphans(child: int = 0) -> None:

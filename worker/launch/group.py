@@ -83,7 +83,7 @@ class Group:
         with ExitStack() as stack:
             for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
                 program = command_of(spec, command)
-                child = Child(program, replace(spec, rank=rank), environment, uid=uid)
+                child = Child.start(program, replace(spec, rank=rank), environment, uid=uid)
                 self._ranks.append(stack.enter_context(child))
             stack.pop_all()
         self.speaker = self._ranks[0]

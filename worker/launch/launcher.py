@@ -10,11 +10,13 @@ with ``multiprocessing.connection.Connection.recv`` and sends events with ``Conn
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,6 +77,7 @@ def launch(
     control: Control | None = None,
     guard: Guard | None = None,
     uid: int | None = None,
+    started: Started | None = None,
 ) -> Iterator[LaunchEvent]:
     """Start the processes of ``request`` and yield their events and reports, ``LaunchEnded`` last.
 
@@ -87,64 +90,103 @@ def launch(
     ``environment``: the user's (default ``os.environ``). ``scratch``: parent folder of temporary
     files (default: the system's). ``lone``: as for ``Child``. ``control``: lets another thread stop
     the launch or answer it. ``guard``: remembers the slot's cards from earlier launches. ``uid``:
-    under which the processes run, if this process is root.
+    under which the processes run, if this process is root. ``started``: the prepared process, if it
+    was started before, beside no other launch.
     Raises ``WorkerError`` when a process cannot be started.
     """
     user = os.environ if environment is None else environment
     control = control or Control()
     guard = guard or Guard.of(request.device, user)
-    run = partial(_run, harness, user, scratch, lone, control, guard, uid)
-    done = yield from run(request)
+    begin = partial(start, harness=harness, environment=user, scratch=scratch, lone=lone, uid=uid)
+    done = yield from _run(begin, control, guard, request, started)
     if not done and (used_for := control.wait_for_use()) is not None:
-        yield from run(used_for)
+        yield from _run(begin, control, guard, used_for)
     elif not done:
         yield LaunchEnded(steps=0, stopped=False, seconds=0.0)
 
 
-def _run(
-    harness: Path,
-    user: Mapping[str, str],
-    scratch: str | None,
-    lone: bool,
-    control: Control,
-    guard: Guard,
-    uid: int | None,
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The processes of a launch."""
+
+    child: Child | Group
+    folder: Path
+    """Of their temporary files; ``end`` removes it."""
+    since: float
+    """When they were started, by ``time.monotonic``."""
+
+    def end(self) -> None:
+        """End the processes and remove their files."""
+        self.child.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start(
     request: LaunchRequest,
-) -> Generator[LaunchEvent, None, bool]:
-    """Run the processes of ``request``; return ``False`` if they were prepared and never used."""
-    start = time.monotonic()
-    if not request.prepared and (lost := guard.wait(request.budget)):
-        yield LaunchEnded(steps=0, stopped=False, seconds=time.monotonic() - start, lost=lost)
-        return True
-    with tempfile.TemporaryDirectory(
-        prefix="autofit-", dir=scratch, ignore_cleanup_errors=True
-    ) as folder:
-        variables = child_environment(request, user, Path(folder))
-        if SESSION in os.environ:
-            variables[SESSION] = os.environ[SESSION]
-        overlay = Path(folder) / "overlay"
+    *,
+    harness: Path = HARNESS,
+    environment: Mapping[str, str],
+    scratch: str | None = None,
+    lone: bool = False,
+    uid: int | None = None,
+    session: str | None = None,
+) -> Started:
+    """Start the processes of ``request``; the parameters are those of ``launch``.
+
+    ``session``: marks the processes (``reaper.SESSION``); by default the mark of this process.
+    Raises ``WorkerError`` when a process cannot be started.
+    """
+    since = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="autofit-", dir=scratch))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        variables = child_environment(request, environment, folder)
+        if mark := session or os.environ.get(SESSION):
+            variables[SESSION] = mark
+        overlay = folder / "overlay"
         overlay.mkdir()
         if uid is not None:
-            variables = other_uid.with_own_shim(variables, Path(folder))
-            other_uid.give(Path(folder), uid)
+            variables = other_uid.with_own_shim(variables, folder)
+            other_uid.give(folder, uid)
         spec = ChildSpec(request=request, scratch=str(overlay))
-        with _start(python(harness), spec, variables, lone, uid) as child:
-            child.limit(None if request.prepared else request.timeout)
-            reporter = _TrialReporter(request, guard, start)
-            control.attach(child, reporter)
-            for event in child.events():
-                if isinstance(event, Asking):
-                    child.limit(None)  # the time until the answer is not the child's
-                yield from reporter.forward(event, child)
-                if reporter.taken:
-                    child.kill()
-                if reporter.final is not None:
-                    child.linger(0.0 if reporter.stopped else EXIT_SECONDS)
-            control.detach()
-            if request.prepared and not reporter.was_used(child.timed_out or control.stopped):
-                return False
-            end = _End.of(child, reporter.kills, control.stopped)
-            yield from reporter.close(end)
+        child = _processes(python(harness), spec, variables, lone, uid)
+        stack.pop_all()
+    return Started(child, folder, since)
+
+
+def _run(
+    begin: Callable[[LaunchRequest], Started],
+    control: Control,
+    guard: Guard,
+    request: LaunchRequest,
+    started: Started | None = None,
+) -> Generator[LaunchEvent, None, bool]:
+    """Run the processes of ``request``; return ``False`` if they were prepared and never used."""
+    since = time.monotonic()
+    if not request.prepared and (lost := guard.wait(request.budget)):
+        yield LaunchEnded(steps=0, stopped=False, seconds=time.monotonic() - since, lost=lost)
+        return True
+    alone = not request.prepared or started is not None
+    started = started or begin(request)
+    with ExitStack() as stack:
+        stack.callback(started.end)
+        child = started.child
+        child.limit(None if request.prepared else request.timeout)
+        reporter = _TrialReporter(request, guard, since, alone=alone)
+        control.attach(child, reporter)
+        for event in child.events():
+            if isinstance(event, Asking):
+                child.limit(None)  # the time until the answer is not the child's
+            yield from reporter.forward(event, child)
+            if reporter.taken:
+                child.kill()
+            if reporter.final is not None:
+                child.linger(0.0 if reporter.stopped else EXIT_SECONDS)
+        control.detach()
+        if request.prepared and not reporter.was_used(child.timed_out or control.stopped):
+            return False
+        end = _End.of(child, reporter.kills, control.stopped)
+        yield from reporter.close(end)
     lost = guard.wait(request.budget)
     seconds = time.monotonic() - reporter.start
     yield LaunchEnded(
@@ -160,7 +202,7 @@ def _run(
     return True
 
 
-def _start(
+def _processes(
     command: list[str],
     spec: ChildSpec,
     environment: Mapping[str, str],
@@ -173,7 +215,7 @@ def _start(
         return Group(command, specs, each, lone=lone, uid=uid)
     count = spec.request.ranks
     if count == 1:
-        return Child(command, spec, environment, lone=lone, uid=uid)
+        return Child.start(command, spec, environment, lone=lone, uid=uid)
     port = rank_environment.free_port()
     each = [rank_environment.environment(rank, count, port, environment) for rank in range(count)]
     return Group(command, [spec] * count, each, lone=lone, uid=uid)
@@ -319,8 +361,10 @@ class _End:
 class _TrialReporter:
     """Tracks the running plan and turns the child's events into reports for the controller."""
 
-    def __init__(self, request: LaunchRequest, guard: Guard, start: float) -> None:
+    def __init__(self, request: LaunchRequest, guard: Guard, start: float, *, alone: bool) -> None:
+        """``alone``: whether no launch ran beside the process."""
         self.start = start
+        self._alone = alone
         self.kills = classifier.oom_kills()
         self.prepared = request.prepared
         self._at_start = request.plans[0]
@@ -369,7 +413,7 @@ class _TrialReporter:
 
         Its script may fail beside another process, for example because both want the same port.
         """
-        return self._used and (self._paused or ended_from_here)
+        return self._used and (self._alone or self._paused or ended_from_here)
 
     def answered(self, answer: Answer) -> None:
         """Record the answer that the child is about to get."""
@@ -391,6 +435,8 @@ class _TrialReporter:
                 self._paused = True
             case PlanStarted():
                 self._index, self._startup = event.index, event.startup_seconds
+                if not self._alone:  # only what the launch still waited for
+                    self._startup = min(self._startup, time.monotonic() - self.start)
                 self.seconds_by_phase = event.seconds_by_phase
                 self._measurements, self._shortage = [], None
             case Measured():
@@ -414,7 +460,8 @@ class _TrialReporter:
                 self._reported.add(event.report.index)
                 self._of_trials = added(self._of_trials, event.report.seconds_by_phase)
                 self.seconds_by_phase = self._of_trials
-                yield event.report
+                startup = min(self._startup, event.report.startup_seconds)
+                yield replace(event.report, startup_seconds=startup)
             case Raised():
                 self.final, self._index = event, event.index
                 self.seconds_by_phase = event.seconds_by_phase

@@ -126,9 +126,9 @@ class Phases:
         before, self._taken = self._taken, tuple(self.seconds().items())
         return without(self._taken, before)
 
-    def restart(self) -> None:
-        """Forget all seconds so far; the phases go on."""
-        self._seconds, self._taken, self._since = {}, (), time.monotonic()
+    def restart(self, since: float) -> None:
+        """Forget all seconds; those from ``since`` on count for the present phase."""
+        self._seconds, self._taken, self._since = {}, (), since
 
     def _count(self) -> None:
         now, phase = time.monotonic(), self._stack[-1]

@@ -65,7 +65,7 @@ def in_a_trial(command: tuple[str, ...], scratch: Path) -> Ended:
         script=script(command), plans=(Plan(), PLAN), device="cpu", budget=BUDGET, timeout=60
     )
     variables = child_environment(request, os.environ, scratch)
-    with Child(python(HARNESS), ChildSpec(request=request), variables) as child:
+    with Child.start(python(HARNESS), ChildSpec(request=request), variables) as child:
         child.limit(request.timeout)
         for _ in child.events():
             pass

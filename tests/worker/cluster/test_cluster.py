@@ -199,6 +199,7 @@ def test_code_and_folder_travel_to_a_machine_that_does_not_have_them(
     monkeypatch.setenv("OF_THE_USER", "the user's own")
     script = Script(target=str(folder / "train.py"), cwd=str(folder))
     with ClusterPool(ray_cluster.address, script) as pool:
+        pool.open()
         deadline = time.monotonic() + 60
         while far not in {each.host for each in look().values()}:
             assert time.monotonic() < deadline, "the machine did not join"
@@ -242,6 +243,7 @@ def test_trials_side_by_side_on_a_machine_share_its_cores(
     cores = len(os.sched_getaffinity(0))
     for count, expected in ((2, str(max(1, cores // 2))), (1, "None")):
         with ClusterPool(ray_cluster.address, script) as pool:
+            pool.open()
             pool.settle("cpu", 1)
             pool.add(max(look().values(), key=lambda each: each.cpus), count)
             while pool.coming:

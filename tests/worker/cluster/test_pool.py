@@ -96,6 +96,7 @@ def pool(harness: Path, before: dict[str, str]) -> Iterator[Pool]:
         patch.delenv("OMP_NUM_THREADS", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "the user's")
         with Pool(slots=2, harness=harness) as pool:
+            pool.open()
             yield pool
 
 
@@ -201,9 +202,9 @@ def test_its_folder_is_the_users_alone(pool: Pool) -> None:
 def test_every_process_of_ray_carries_the_mark(pool: Pool) -> None:
     """But for what watches over them, and what other tests have started."""
     others = ("reaper.py", "postgres")
-    for child in psutil.Process().children(recursive=True):
-        command = " ".join(child.cmdline())
-        if not any(other in command for other in others):
+    for child in psutil.process_iter():
+        command = " ".join(child.cmdline()) if child.is_running() else ""
+        if str(pool._ray.folder) in command and not any(other in command for other in others):
             assert child.pid in of_session(pool), command
 
 
@@ -326,14 +327,15 @@ def test_nothing_is_left_of_a_driver_that_goes(how: int, harness: Path, tmp_path
         start_new_session=True,
     )
     wait_for(out)
-    ray = psutil.Process(driver.pid).children(recursive=True)
+    assert driver.stdout is not None
+    session, folder = driver.stdout.readline().split()
+    ray = [psutil.Process(pid) for pid in marked(session, processes())]
     if how == signal.SIGINT:  # as a terminal does it: to everybody, Ray's processes included
         os.killpg(driver.pid, how)
     else:
         driver.send_signal(how)
     started = time.monotonic()
-    stdout, stderr = driver.communicate(timeout=30)
-    session, folder = stdout.split()
+    _, stderr = driver.communicate(timeout=30)
     while (left := marked(session, processes())) or Path(folder).exists():
         assert time.monotonic() - started < 10, [psutil.Process(pid).cmdline() for pid in left]
         time.sleep(0.05)
@@ -351,6 +353,7 @@ import psutil
 from autofit.exceptions import WorkerError
 from autofit.plan import Plan
 from autofit.worker.cluster.pool import Pool
+from autofit.worker.launch.reaper import marked, processes
 from autofit.worker.records.trials import LaunchRequest, Script
 
 script = Script(target="sleeps.py", args=(), cwd=".")
@@ -360,7 +363,8 @@ request = LaunchRequest(
 with Pool() as pool:
     pool.submit(0, request)
     pool.events(timeout=4)  # the script prints nothing: by then its actor is there
-    (raylet,) = (p for p in psutil.Process().children(recursive=True) if p.name() == "raylet")
+    found = marked(pool._ray.session, processes())
+    (raylet,) = (p for p in map(psutil.Process, found) if p.name() == "raylet")
     raylet.kill()
     deadline = time.monotonic() + 80
     try:

@@ -44,6 +44,7 @@ def test_each_slot_sees_its_own(tmp_path: Path, ranks: int, expected: dict[int, 
     cards = ["3", "MIG-a", "1", "0"]
     seen: dict[int, str | None] = {}
     with Pool(slots=2, device="cuda", gpus=2, cards=cards, harness=harness) as pool:
+        pool.open()
         assert pool.labels == {0: "GPU 3,MIG-a", 1: "GPU 1,0"}
         for slot in pool.slots:
             pool.submit(slot, request)
@@ -59,5 +60,5 @@ def test_more_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv(AUTH_MODE, raising=False)
     asked = Pool(slots=2, device="cuda", gpus=2, cards=["0", "1", "2"])
     with pytest.raises(WorkerError, match="4 GPUs are needed, 3 are visible"), asked:
-        pass
+        asked.open()
     assert AUTH_MODE not in os.environ, "a Ray of the program's own needs no token later"

@@ -161,7 +161,9 @@ class Trial(Session):
         with self._pausing:
             if not self._request.prepared:
                 return
-            self._request, self._started = self._reporter.pause(clean=not holds_context())
+            began = time.monotonic()
+            self._request = self._reporter.pause(clean=not holds_context())
+            self._started += time.monotonic() - began
             self._stages = Stages(self, self._request)
             self._whole_fits = self._request.whole_fits
             self.known.hear(self._request.proven)

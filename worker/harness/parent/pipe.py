@@ -93,8 +93,8 @@ class Reporter:
         with self.phases.within(IDLE):
             return self._answers.get()
 
-    def pause(self, *, clean: bool) -> tuple[LaunchRequest, float]:
-        """Wait until a launch uses this prepared process; return its request, and since when.
+    def pause(self, *, clean: bool) -> LaunchRequest:
+        """Wait until a launch uses this prepared process; return its request.
 
         ``clean``: whether the process holds no device memory. A process that holds some ends here,
         because the launch beside it needs that memory. A fork of the script ends here too.
@@ -102,9 +102,9 @@ class Reporter:
         if os.getpid() != self._pid or not clean:
             os.killpg(os.getpgid(0), signal.SIGKILL)
         self.send(Paused())
-        used_for = self._used_for.get()
-        self.phases.restart()  # the time before belongs to the launch beside this process
-        return used_for
+        request, since = self._used_for.get()
+        self.phases.restart(since)  # the time before belongs to Ray, or to the launch beside
+        return request
 
     def agree(self, said: Agreeing, patience: float | None = None) -> tuple[Agreeing, ...]:
         """Wait until every rank has sent a value; return the values in the order of the ranks.
