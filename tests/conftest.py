@@ -138,18 +138,16 @@ def ray_cluster() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def ray_host() -> Iterator[None]:
     """A Ray in which several searches of this process are guests: each is seconds shorter."""
-    import ray
+    from autofit.worker.cluster import local_ray
 
-    from autofit.worker.cluster.local_ray import RaySession
+    start = local_ray.start_head
 
-    init: Callable[..., object] = ray.init
-
-    def with_room(**options: Any) -> object:
-        return init(**{**options, "num_cpus": 3})
+    def with_room(folder: Path, **options: Any) -> object:
+        return start(folder, **{**options, "resources": ["--num-cpus=3", "--num-gpus=0"]})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "init", with_room)
-        with RaySession():
+        patch.setattr(local_ray, "start_head", with_room)
+        with local_ray.RaySession():
             yield
 
 

@@ -204,8 +204,8 @@ class Search:
         self._history = History(self._store, study, options, self._tell, self._started, self._clock)
         if options.sampler == "gp":
             self._history.say(messages.LEARNS_NOTHING)
-        for number, trial in enumerate(before):
-            self._history.announce(number, trial, slot=0)
+        for trial in before:
+            self._history.tell_ended(trial, slot=0)
         self._proposer = Proposer(
             self._history,
             hardware,

@@ -374,10 +374,6 @@ class History:
                 )
             )
 
-    def announce(self, number: int, trial: TrialRecord, slot: int) -> None:
-        """Send the notice of a trial that an earlier search finished."""
-        self.tell_ended(trial, slot)
-
     def tell_ended(self, trial: TrialRecord, slot: int, *, after: str = "") -> None:
         """Send the notice of a finished trial; ``after``: as in ``TrialEnded``."""
         assert trial.report is not None, "a finished trial has a report"

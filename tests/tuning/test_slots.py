@@ -87,7 +87,8 @@ def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> 
         ExitStack() as stack,
         pytest.raises(WorkerError, match=r"no device is left: GPU 0 .*; GPU 1 "),
     ):
-        slots.workers(stack)
+        slots.begin(stack, None)
+        slots.workers()
 
 
 @pytest.mark.quick

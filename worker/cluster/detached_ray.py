@@ -125,7 +125,7 @@ class DetachedRay:
         environment = {**os.environ, reaper.SESSION: self._session}
         environment.pop("AUTOFIT_ORIGIN", None)
         resources = [f"--num-cpus={searches}"]
-        starting = start_head(self._of_ray, resources=resources, environment=environment)
+        starting = start_head(self._of_ray, resources=resources, environment=environment, cwd="/")
         try:
             starting.wait(START)
         except subprocess.TimeoutExpired:

@@ -231,7 +231,11 @@ class RaySession:
 
 
 def start_head(
-    folder: Path, *, resources: Sequence[str], environment: Mapping[str, str]
+    folder: Path,
+    *,
+    resources: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Begin to start a head of Ray on loopback, and return the process that does it.
 
@@ -256,7 +260,7 @@ def start_head(
     return subprocess.Popen(
         line,
         env=environment,
-        cwd="/",
+        cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
