@@ -31,25 +31,25 @@ class Confirmation:
         """Measure the winner again; then plans that may be faster, and one that changes less."""
         history = self._history
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
-        if not history.time_to_confirm():
+        if not history.time_to_confirm() or self.fastest_confirmed() is None:
             verified = all(map(history.is_verified, fastest))
             history.say_if_new(messages.not_confirmed(verified=verified))
             return
-        self.fastest_confirmed()
         for _ in range(FINALISTS):
-            if history.late() or (faster := history.faster_unconfirmed()) is None:
+            if not history.time_to_confirm() or (faster := history.faster_unconfirmed()) is None:
                 break
             self._measure_again(faster)
-        if (simpler := history.simpler_unconfirmed()) is not None:
+        simpler = history.simpler_unconfirmed()
+        if simpler is not None and history.time_to_confirm():
             self._measure_again(simpler)
         for plan in fastest:
             self._tell_replacement(plan)
 
-    def fastest_confirmed(self) -> TrialRecord:
+    def fastest_confirmed(self) -> TrialRecord | None:
         """Return the fastest trial whose plan also fits in its confirmation run.
 
-        If no plan of the search does, this is the confirmation run of a fallback. Raises
-        ``NothingFits`` if no fallback fits either.
+        If no plan of the search does, this is the confirmation run of a fallback; ``None`` if
+        ``--timeout`` is over before. Raises ``NothingFits`` if no fallback fits either.
         """
         tried, history = 0, self._history
         while tried < FINALISTS:
@@ -58,6 +58,8 @@ class Confirmation:
             any_fitted = any(history.fitted(best_plan(trial)) for trial in left)
             if not left or history.fitted(best_plan(left[0])) or (any_fitted and history.late()):
                 break
+            if history.time_is_over():
+                return None
             plan = best_plan(left[0])
             self._measure_again(plan)  # may reorder the ranking, if the plan is slower now
             tried += not history.confirmations(plan, Verdict.DRIFTED)
@@ -65,10 +67,12 @@ class Confirmation:
         fitted = [trial for trial in history.ranked_sound() if history.fitted(best_plan(trial))]
         return fitted[0] if fitted else self._fallback()
 
-    def _fallback(self) -> TrialRecord:
+    def _fallback(self) -> TrialRecord | None:
         """Return the confirmation run of the first fallback that fits, of at most ``FINALISTS``."""
         tried = 0
         while not (found := self._history.fitted_again()):
+            if self._history.time_is_over():
+                return None
             plan = self._proposer.fallback() if tried < FINALISTS else None
             if plan is not None and not self._may_hold(plan):
                 raise NothingFits(messages.LOSS_NOT_FINITE)

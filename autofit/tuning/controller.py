@@ -48,6 +48,7 @@ from autofit.worker.records.trials import (
     Answer,
     Asking,
     BandwidthMeasured,
+    Entered,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -62,8 +63,6 @@ from autofit.worker.records.trials import (
     Verified,
 )
 
-PLAN_SECONDS = 900.0
-"""Seconds after which a launch is ended, for one plan, the start of the process included."""
 HEARTBEAT = 10.0
 """Seconds between two heartbeats of the running trials."""
 UNCONTAINED = (
@@ -214,6 +213,9 @@ class Search:
         )
         first = None if before else self._request(Plan(), Purpose.SEARCH)
         self._slots.begin(self._stack, first)
+        if first is not None:
+            self._tell_started(0, Plan())
+            self._tell(PhaseBegun(slot=0, phase=messages.STARTS))
 
     def _workers(self) -> Pool:
         """Return the pool of workers, which takes seconds to start."""
@@ -376,7 +378,7 @@ class Search:
         answer = Answer(
             plans=plans,
             stage=stage,
-            timeout=self._deadline(launch.purpose),
+            timeout=self._deadline(plans),
             whole_fits=self._history.baseline() is Verdict.MEASURED,
             proven=self._history.evidence.proven,
         )
@@ -397,7 +399,7 @@ class Search:
             plans=(plan,),
             device=self._slots.device,
             budget=self._history.study.budget,
-            timeout=self._deadline(purpose),
+            timeout=self._deadline([plan]),
             whole_fits=self._history.baseline() is Verdict.MEASURED,
             ranks=self._slots.ranks,
             measures_bandwidth=replicas > 1 and replicas not in self._history.bandwidths,
@@ -411,11 +413,12 @@ class Search:
     def _tell_started(self, slot: int, plan: Plan) -> None:
         self._tell(TrialStarted(slot=slot, plan=plan, on=self._slots.label(slot)))
 
-    def _deadline(self, purpose: Purpose) -> float:
-        """Return the seconds that a plan may take; ``--timeout`` does not limit confirmations."""
-        if self._options.timeout is None or purpose is Purpose.CONFIRM:
-            return PLAN_SECONDS
-        return max(1.0, min(PLAN_SECONDS, self._options.timeout - self._history.elapsed()))
+    def _deadline(self, plans: Sequence[Plan]) -> float:
+        """Return the seconds that ``plans`` may take together, before ``--timeout`` is over."""
+        limit = sum(map(self._history.limit, plans))
+        if self._options.timeout is None:
+            return limit
+        return max(1.0, min(limit, self._options.timeout - self._history.elapsed()))
 
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]
@@ -434,7 +437,8 @@ class Search:
         if launch.killed and not isinstance(event, WorkerError):
             return
         launch.stepped |= isinstance(event, Measured)
-        self._tell_phase(slot, event)
+        if isinstance(event, Entered):
+            self._tell(PhaseBegun(slot=slot, phase=messages.DOES[event.phase]))
         if launch.steps:
             self._handle_reference_event(slot, launch, event)
             return
@@ -462,16 +466,6 @@ class Search:
                 self._handle_end(slot, event)
             case WorkerError():
                 self._handle_lost_worker(slot, event)
-
-    def _tell_phase(self, slot: int, event: LaunchEvent | WorkerError) -> None:
-        """Say what a running trial does from here on."""
-        match event:
-            case Learned():
-                self._tell(PhaseBegun(slot=slot, phase="checks the gradients"))
-            case Proven() | Verified():
-                self._tell(PhaseBegun(slot=slot, phase="measures"))
-            case _:
-                pass
 
     def _handle_kill(self, launch: RunningLaunch, report: TrialReport) -> TrialReport:
         """Let a plan run again if its process was killed from outside; blame it the next time."""

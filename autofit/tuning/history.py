@@ -59,6 +59,13 @@ FINISH_SECONDS = 10.0
 """Seconds to verify the winner."""
 FINISH_STEPS = 8
 """Real steps of each of the best two plans."""
+MOST_SECONDS = 900.0
+"""Seconds after which a trial is ended, the start of its process included."""
+LEAST_SECONDS = 60.0
+LONG_STEPS = 20
+"""Steps, in time, that a trial takes at most, probes and verification included."""
+LONG_TIMES = 3.0
+"""A trial that takes ``LEAST_SECONDS`` and this many times what is expected is ended."""
 CONFIRMATION_SHARE = 1 / 2
 """The winner is not confirmed if that takes more than this share of ``--timeout``."""
 
@@ -404,11 +411,25 @@ class History:
         winner = next(iter(self.ranked()), None)
         if winner is None or winner.measurement is None:
             return 0.0
-        known = (trial.report for trial in self.now.all_finished)
-        starts = [each.startup_seconds for each in known if each and each.startup_seconds]
         measured = winner.measurement
         steps = CONFIRM_STEPS * measured.seconds + measured.compile_seconds
-        return (statistics.median(starts) if starts else START_SECONDS) + steps
+        return self._start_seconds() + steps
+
+    def _start_seconds(self) -> float:
+        """Return the seconds from the start of a process to its first step."""
+        known = (trial.report for trial in self.now.all_finished)
+        starts = [each.startup_seconds for each in known if each and each.startup_seconds]
+        return statistics.median(starts) if starts else START_SECONDS
+
+    def limit(self, plan: Plan) -> float:
+        """Return the seconds after which a trial of ``plan`` is ended, by the steps seen so far."""
+        steps = [t.measurement.seconds for t in self.finished() if t.measurement is not None]
+        if not steps:
+            return MOST_SECONDS
+        facts = self.study.facts or Facts()
+        setup = sum(each.expected_setup(level, facts) for each, level in plan)
+        long = self._start_seconds() + LONG_STEPS * statistics.median(steps) + setup
+        return min(MOST_SECONDS, LEAST_SECONDS + LONG_TIMES * long)
 
     def _finish_seconds(self) -> float:
         """Return the seconds to compare the best two plans by real steps, and verify the winner."""

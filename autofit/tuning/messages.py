@@ -16,12 +16,25 @@ from autofit.space.static_memory import least_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Fidelity
 from autofit.units import format_duration, format_size
+from autofit.worker.records import phases
 from autofit.worker.records.trials import CHECK_STARVED, OutOfMemory, Script, TrialReport, Verdict
 
 CALLED = ("backward", "optimizer step")
 """Phases in which memory may run out although no call of a model was seen."""
 
 LEARNS_NOTHING = "--sampler gp ignores trials that ran out of memory: it learns nothing from them."
+
+STARTS = "starts Ray, imports the script"
+"""What happens before the first launch."""
+DOES = {
+    phases.IMPORT: "imports the script",
+    phases.FIRST_BATCH: "waits for the first batch",
+    phases.OBSERVE: "observes the script's steps",
+    phases.PROBE: "probes",
+    phases.CHECK: "verifies",
+    phases.CONFIRM: "takes real steps",
+}
+"""What a launch does in each phase of ``phases.TOLD``."""
 
 LOSS_NOT_FINITE = (
     "the loss becomes infinite or NaN. No plan that does not round fits, which would tell whether"

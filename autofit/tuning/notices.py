@@ -64,7 +64,7 @@ class PhaseBegun:
 
     slot: int
     phase: str
-    """What the process does now, such as ``"checks the gradients"``."""
+    """What the process does now, such as ``"imports the script"``."""
     steps: int = 0
     """Optimizer steps measured since the last notice."""
 

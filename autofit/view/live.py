@@ -97,7 +97,9 @@ class LiveTable:
             case StudyStarted(budget=budget):
                 self._budget = budget
             case TrialStarted(slot=slot, plan=plan, on=on):
-                self._running[slot] = Running(plan=plan, since=time.monotonic(), on=on)
+                running = self._running.get(slot)
+                if running is None or running.plan != plan:  # else it was told in advance
+                    self._running[slot] = Running(plan=plan, since=time.monotonic(), on=on)
             case PhaseBegun(slot=slot, phase=phase, steps=steps) if slot in self._running:
                 running = self._running[slot]
                 steps += running.steps

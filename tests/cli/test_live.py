@@ -64,8 +64,9 @@ def test_the_phase_and_the_steps_are_shown() -> None:
     table = LiveTable(io.StringIO())
     table(TrialStarted(slot=0, plan=OPEN))
     assert table.status().plain.startswith("  .. checkpointing, fused optimizer: starts, ")
-    table(PhaseBegun(slot=0, phase="checks the gradients"))
-    assert "fused optimizer: checks the gradients, " in table.status().plain
+    table(PhaseBegun(slot=0, phase="verifies"))
+    table(TrialStarted(slot=0, plan=OPEN))
+    assert "fused optimizer: verifies, " in table.status().plain
     for _ in range(2):
         table(PhaseBegun(slot=0, phase="measures", steps=4))
     assert "fused optimizer: measures, step 8, " in table.status().plain

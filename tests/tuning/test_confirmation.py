@@ -17,7 +17,7 @@ from autofit.analysis.ranking import result_of
 from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import NothingFits
 from autofit.plan import Plan
-from autofit.storage import Owner, Purpose, Store
+from autofit.storage import Owner, Purpose, Store, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
 from autofit.tuning.confirmation import FINALISTS, Confirmation
 from autofit.tuning.history import History
@@ -70,6 +70,13 @@ class Played(Confirmation):
         ends(self._history, plan, self._played.get(plan), Purpose.CONFIRM, self._short)
 
 
+def confirmed(search: Confirmation) -> TrialRecord:
+    """The fastest trial that a search without ``--timeout`` confirms."""
+    found = search.fastest_confirmed()
+    assert found is not None
+    return found
+
+
 def ends(
     history: History,
     plan: Plan,
@@ -116,7 +123,7 @@ def test_what_hardly_fits_by_itself_gives_way_to_what_is_faster_then(
     searched(history, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(history, {PLANS[0]: slow, PLANS[1]: figures[1]})
-    assert search.fastest_confirmed().plan == PLANS[1]
+    assert confirmed(search).plan == PLANS[1]
     assert search.measured == PLANS[:2]
     result = result_of(history.store, history.study)
     assert result is not None
@@ -129,26 +136,31 @@ def test_it_is_kept_where_nothing_else_fits_again(
     searched(history, figures)
     slow = tight(measurement(32, 4.0, 5 * GIB))
     search = Played(history, dict.fromkeys(PLANS) | {PLANS[0]: slow})
-    assert search.fastest_confirmed().plan == PLANS[0]
+    assert confirmed(search).plan == PLANS[0]
     assert search.measured == PLANS[:FINALISTS]
-    assert search.fastest_confirmed().plan == PLANS[0]
+    assert confirmed(search).plan == PLANS[0]
 
 
-@pytest.mark.parametrize("late", [False, True])
 def test_plans_are_not_measured_again_without_end(
     history: History,
     figures: list[Measurement],
     measurement: Callable[..., Measurement],
-    late: bool,
 ) -> None:
-    if late:
-        history.options = replace(history.options, timeout=0.0)
     searched(history, figures)
     slow = [tight(measurement(32, 4.0 + index, 5 * GIB)) for index in range(len(PLANS))]
     search = Played(history, dict(zip(PLANS, slow, strict=True)))
-    best_plan = search.fastest_confirmed().plan
-    assert len(search.measured) == (1 if late else FINALISTS)
-    assert best_plan == PLANS[0]
+    assert confirmed(search).plan == PLANS[0]
+    assert len(search.measured) == FINALISTS
+
+
+def test_nothing_is_measured_again_once_timeout_is_over(
+    history: History, figures: list[Measurement]
+) -> None:
+    searched(history, figures)
+    history.options = replace(history.options, timeout=0.0)
+    search = Played(history, {})
+    assert search.fastest_confirmed() is None
+    assert search.measured == []
 
 
 @pytest.mark.parametrize("verified", [False, True])
@@ -171,7 +183,7 @@ def test_none_is_kept_where_none_fits_again(history: History, figures: list[Meas
     searched(history, figures)
     search = Played(history, {})
     with pytest.raises(NothingFits, match="fitted again"):
-        search.fastest_confirmed()
+        confirmed(search)
     assert len(search.measured) == len(set(search.measured)) == 2 * FINALISTS, "plans, then rungs"
     result = result_of(history.store, history.study)
     assert result is not None
@@ -203,11 +215,11 @@ def test_after_a_loss_that_is_not_finite_only_an_exact_plan_is_measured_again(
     search = Played(history, {})
     search._measure_again = diverge
     if exact:
-        assert search.fastest_confirmed().plan == PLANS[0]
+        assert confirmed(search).plan == PLANS[0]
         assert search.measured[1:] == [PLANS[0]]
     else:
         with pytest.raises(NothingFits, match="whether the script's own loss does"):
-            search.fastest_confirmed()
+            confirmed(search)
         assert len(search.measured) == 1
 
 
@@ -219,7 +231,7 @@ def test_a_rung_below_is_kept_where_the_only_plan_does_not_fit_again(
     ends(history, plan, measurement(4, 1.0, 5 * GIB), Purpose.SEARCH)
     half, one = (plan.replace(micro_batch=size) for size in ("2", "1"))
     search = Played(history, {one: measurement(1, 1.1, 4 * GIB)})
-    assert search.fastest_confirmed().plan == one
+    assert confirmed(search).plan == one
     assert search.measured == [plan, half, one]
     result = result_of(history.store, history.study)
     assert result is not None
@@ -301,7 +313,7 @@ def test_the_size_below_takes_the_place_of_one_that_does_not_fit_again(
     _, two, four = ramped
     found = measurement(2, 1.2, 2 * GIB)
     search = Played(history, {two: found})
-    assert best_plan(search.fastest_confirmed()) == two
+    assert best_plan(confirmed(search)) == two
     assert search.measured == [four, two]
     report = history.finished()[0].report
     assert report is not None
@@ -320,7 +332,7 @@ def test_no_size_is_left_where_none_fits_again(
 ) -> None:
     one, two, four = ramped
     search = Played(history, {PLANS[-1]: measurement(32, 1.4, 3 * GIB)})
-    assert search.fastest_confirmed().plan == PLANS[-1]
+    assert confirmed(search).plan == PLANS[-1]
     assert search.measured == [four, two, PLANS[-1]], "the faster of the two comes first"
     ends(history, one, None, Purpose.CONFIRM)
     assert history.finished()[0].verdict is Verdict.OUT_OF_MEMORY
@@ -336,7 +348,7 @@ def test_a_heap_in_pieces_gets_segments_that_grow(
     message = "1.7 GiB is reserved by PyTorch but unallocated"
     found = {half: measurement(2, 1.1, 4 * GIB)}
     search = Played(history, found, replace(SHORT, phase="the whole step", message=message))
-    assert search.fastest_confirmed().plan == half
+    assert confirmed(search).plan == half
     assert search.measured == [plan, grows, half]
 
 

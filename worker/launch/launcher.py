@@ -36,6 +36,7 @@ from autofit.worker.records.trials import (
     Asking,
     BandwidthMeasured,
     ChildSpec,
+    Entered,
     Event,
     Finished,
     LaunchEnded,
@@ -453,6 +454,7 @@ class _TrialReporter:
                 | BandwidthMeasured()
                 | Traced()
                 | Uncontained()
+                | Entered()
                 | Asking()
             ):
                 yield event

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -49,6 +49,9 @@ ORDER = (
 )
 """All phases, as they are listed."""
 
+TOLD = frozenset({IMPORT, FIRST_BATCH, OBSERVE, PROBE, CHECK, CONFIRM})
+"""Phases of a launch that a person who waits is told of."""
+
 Seconds = tuple[tuple[str, float], ...]
 """Seconds by phase; each phase occurs once."""
 
@@ -60,8 +63,17 @@ class Phases:
     created this object is measured.
     """
 
-    def __init__(self, started: float | None = None, phase: str = START) -> None:
-        """``started``: when ``phase`` began, by ``time.monotonic``; by default now."""
+    def __init__(
+        self,
+        started: float | None = None,
+        phase: str = START,
+        tell: Callable[[str], object] = lambda phase: None,
+    ) -> None:
+        """``started``: when ``phase`` began, by ``time.monotonic``; by default now.
+
+        ``tell`` receives the present phase after each change, if it is in ``TOLD``.
+        """
+        self._tell, self._told = tell, ""
         self._since = time.monotonic() if started is None else started
         self._stack = [phase]
         self._seconds: dict[str, float] = {}
@@ -81,6 +93,7 @@ class Phases:
         if threading.get_ident() == self._thread and after in (None, self.base):
             self._count()
             self._stack[0] = phase
+            self._changed()
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -91,11 +104,19 @@ class Phases:
             return
         self._count()
         self._stack.append(phase)
+        self._changed()
         try:
             yield
         finally:
             self._count()
             self._stack.pop()
+            self._changed()
+
+    def _changed(self) -> None:
+        present = self._stack[-1]
+        if present in TOLD and present != self._told:
+            self._told = present
+            self._tell(present)
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds by phase, up to now."""

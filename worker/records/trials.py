@@ -472,6 +472,13 @@ class Uncontained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """The process has begun a phase that may take seconds (``phases.TOLD``)."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
     """The allocator emptied its cache in consecutive steps; the harness makes the chunks smaller.
 
@@ -529,6 +536,7 @@ Event = (
     | InOnePiece
     | Ran
     | Uncontained
+    | Entered
     | Inspected
     | Learned
     | Proven
@@ -713,6 +721,7 @@ class LaunchEnded:
 
 LaunchEvent = (
     Uncontained
+    | Entered
     | Inspected
     | Learned
     | Proven

@@ -21,6 +21,7 @@ from autofit.worker.records.trials import (
     Answer,
     Asking,
     ChildSpec,
+    Entered,
     Event,
     Finished,
     LaunchRequest,
@@ -48,7 +49,8 @@ class Reporter:
 
     def __init__(self, connection: Connection, rank: int = 0, *, trial: bool = True) -> None:
         self.rank = rank
-        self.phases = Phases(process_start())
+        tells = trial and rank == 0
+        self.phases = Phases(process_start(), tell=self._entered if tells else lambda phase: None)
         """Where the time of this process goes."""
         self._trial = trial
         self._pipe = lifeline.file_of(connection.fileno())
@@ -73,6 +75,9 @@ class Reporter:
         if self._trial and not ours:
             os.write(2, CLOSED.encode())
             os._exit(1)
+
+    def _entered(self, phase: str) -> None:
+        self.send(Entered(phase=phase))
 
     def _timed(self, event: Event) -> Event:
         """Return ``event`` with its ``seconds_by_phase``, if it has any."""
