@@ -12,6 +12,12 @@ from dataclasses import MISSING, Field, dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+PREFERENCES = ("fidelity", "memory", "speed")
+"""Which of the plans that are as fast as the fastest is chosen.
+
+The one that changes least, the one with the lowest peak, or the fastest.
+"""
+
 
 class Kind(StrEnum):
     """How the value of an option is written."""
@@ -21,6 +27,7 @@ class Kind(StrEnum):
     COUNT = "a number from 1"
     PERCENT = "a number from 0, below 100"
     FIDELITY = "the name of a fidelity"
+    PREFERENCE = "one of the preferences"
     STRATEGIES = "names of techniques, one for each option"
     TEXT = "any text"
     SWITCH = "no value"

@@ -135,6 +135,7 @@ def study_record(row: models.Study) -> StudyRecord:
         created=row.created,
         opened=row.opened,
         seconds_by_phase=seconds_by_phase(row),
+        prefer=row.prefer,
     )
 
 

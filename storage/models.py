@@ -128,6 +128,8 @@ class Study(Held, Base):
     seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     """The part of ``seconds`` outside of trials, by phase."""
     launches: Mapped[int]
+    prefer: Mapped[str] = mapped_column(String(16), server_default="fidelity")
+    """Of the last search, as ``--prefer``."""
     created: Mapped[datetime]
     opened: Mapped[datetime]
 

@@ -163,6 +163,8 @@ class StudyRecord:
     opened: datetime
     """Start of the last search, in UTC."""
     seconds_by_phase: Seconds = ()
+    prefer: str = "fidelity"
+    """``--prefer`` of the last search: which of equally fast plans is the result."""
     """Seconds outside of trials, by phase."""
 
 

@@ -147,11 +147,13 @@ class Store:
         hardware: Hardware,
         budget: int,
         versions: Mapping[str, str],
+        prefer: str = "fidelity",
         fresh: bool = False,
     ) -> StudyRecord:
         """Return the newest study with this key, or a new one; with ``fresh`` always a new one.
 
-        An existing study gets the given script, hardware, budget in bytes and versions. This
+        An existing study gets the given script, hardware, budget in bytes, versions and preference
+        (``StudyRecord.prefer``). This
         process becomes the study's holder, unless another live process is.
         """
         now, me = _now(), Owner.current()
@@ -173,6 +175,7 @@ class Store:
             study.hardware = convert.to_json(hardware)
             study.budget = budget
             study.versions = dict(versions)
+            study.prefer = prefer
             study.opened = now
             if live_owner(study, now, other_than=me) is None:
                 give_to(study, me, now)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autofit.analysis.frontier import Point, frontier, pareto, points
 from autofit.analysis.result import Result
@@ -17,6 +19,8 @@ from autofit.units import exact_size, format_size
 from autofit.worker.records.phases import Seconds, added
 from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
 
+_PEAKS = 50.0
+"""Peaks within about 2 % (one part in so many) count as equal."""
 CLEARLY_FASTER = 0.1
 """A plan is confirmed late if the search measured it faster than the winner by this share."""
 
@@ -181,7 +185,7 @@ def _best_point(
 ) -> Point | None:
     """Return the winner of a study, or the fastest plan within ``memory`` if it needs more."""
     known = []
-    winner = winning(trials, study.budget, horizon)
+    winner = winning(trials, study.budget, horizon, study.prefer)
     if winner is not None and winner.measurement is not None:
         confirmed, plan = winner.purpose is Purpose.CONFIRM, best_plan(winner)
         known.append(Point(plan=plan, measurement=winner.measurement, confirmed=confirmed))
@@ -198,13 +202,16 @@ def _of_plan(trials: Sequence[TrialRecord], plan: Plan) -> list[Measurement]:
 
 
 def winning(
-    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+    trials: Sequence[TrialRecord],
+    budget: int,
+    horizon: int = HORIZON,
+    prefer: str = "fidelity",
 ) -> TrialRecord | None:
     """Return the trial whose plan is the result; ``None`` if no plan fits.
 
     If confirmation runs fit, the winner is one of them: of those that are as fast as the fastest,
-    within ``margin``, the one that changes least, then the one with the lowest peak. Otherwise it
-    is the fastest trial of the search whose plan has no confirmation run and did not drift.
+    within ``margin``, the one that is preferred (``flags.PREFERENCES``). Otherwise it is the
+    fastest trial of the search whose plan has no confirmation run and did not drift.
     """
     confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
     again = [trial for trial in confirmed if fits(trial, budget)]
@@ -212,7 +219,7 @@ def winning(
         return next(iter(_unconfirmed(trials, budget, horizon)), None)
     fastest = max(again, key=lambda trial: _speed(trial, horizon))
     tied = [trial for trial in again if _as_fast(trial, fastest, horizon)]
-    return min(tied, key=lambda trial: (_extent(trial), _peak(trial)))
+    return fastest if prefer == "speed" else min(tied, key=_ORDERS[prefer])
 
 
 def extent(plan: Plan) -> tuple[Fidelity, int, bool]:
@@ -223,33 +230,40 @@ def extent(plan: Plan) -> tuple[Fidelity, int, bool]:
     return plan.fidelity(), len(plan.changes), plan["micro_batch"] != AS_IS
 
 
-def simpler_unconfirmed(
-    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+def preferred_unconfirmed(
+    trials: Sequence[TrialRecord],
+    budget: int,
+    horizon: int = HORIZON,
+    prefer: str = "fidelity",
 ) -> Plan | None:
-    """Return an unconfirmed plan that changes less than the confirmed winner and was as fast.
+    """Return an unconfirmed plan that is preferred to the confirmed winner and was as fast.
 
-    Of several, the one that changes least: the script as it is, if it is among them. It needs a
-    confirmation run, because speeds measured at different times are not comparable. ``None`` if
-    there is no such plan, or if the winner has no confirmation run.
+    Of several, the one that is preferred. It needs a confirmation run, because speeds measured at
+    different times are not comparable. ``None`` if there is no such plan, or if the winner has no
+    confirmation run.
     """
-    winner = winning(trials, budget, horizon)
-    if winner is None or winner.purpose is not Purpose.CONFIRM:
+    winner = winning(trials, budget, horizon, prefer)
+    if winner is None or winner.purpose is not Purpose.CONFIRM or prefer == "speed":
         return None
+    order = _ORDERS[prefer]
     left = _unconfirmed(trials, budget, horizon)
     tied = [trial for trial in left if _as_fast(trial, winner, horizon)]
-    simplest = min(tied, key=_extent, default=winner)
-    return best_plan(simplest) if _extent(simplest) < _extent(winner) else None
+    preferred = min(tied, key=order, default=winner)
+    return best_plan(preferred) if order(preferred)[:1] < order(winner)[:1] else None
 
 
 def faster_unconfirmed(
-    trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON
+    trials: Sequence[TrialRecord],
+    budget: int,
+    horizon: int = HORIZON,
+    prefer: str = "fidelity",
 ) -> Plan | None:
     """Return the fastest unconfirmed plan if it may beat the confirmed winner, else ``None``.
 
     Its trial must be faster by ``CLEARLY_FASTER`` and by ``margin``, because the speeds of a few
     steps vary.
     """
-    winner = winning(trials, budget, horizon)
+    winner = winning(trials, budget, horizon, prefer)
     if winner is None or winner.purpose is not Purpose.CONFIRM:
         return None
     left = next(iter(_unconfirmed(trials, budget, horizon)), None)
@@ -312,6 +326,13 @@ def _extent(trial: TrialRecord) -> tuple[Fidelity, int, bool]:
 
 def _peak(trial: TrialRecord) -> int:
     return trial.measurement.peak_device if trial.measurement else 0
+
+
+_ORDERS: dict[str, Callable[[TrialRecord], tuple[Any, ...]]] = {
+    "fidelity": lambda trial: (_extent(trial), _peak(trial)),
+    "memory": lambda trial: (round(_PEAKS * math.log(1 + _peak(trial))), _extent(trial)),
+}
+"""Orders plans that are equally fast, the preferred one first."""
 
 
 def differences(key: StudyKey, script: Script, ranks: int | None) -> list[str]:

@@ -62,7 +62,7 @@ def stored_study(store: Store, study: StudyRecord) -> StoredStudy:
     trials = store.trials(study)
     finished = [trial for trial in trials if trial.state is State.FINISHED]
     result = result_of(store, study)
-    winner = winning(finished, study.budget) if result is not None else None
+    winner = winning(finished, study.budget, prefer=study.prefer) if result is not None else None
     return StoredStudy(study=study, trials=trials, result=result, winner=winner)
 
 

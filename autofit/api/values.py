@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from autofit.exceptions import UsageError
-from autofit.flags import Kind
+from autofit.flags import PREFERENCES, Kind
 from autofit.strategies import Fidelity, get
 from autofit.suggestions import did_you_mean
 from autofit.units import parse_duration, parse_size
@@ -68,6 +68,12 @@ def _fidelity(value: object) -> Fidelity:
     raise UsageError(f"allowed are {', '.join(names)}" + (f"; {hint}" if hint else ""))
 
 
+def _preference(value: object) -> str:
+    if isinstance(value, str) and value in PREFERENCES:
+        return value
+    raise UsageError(f"allowed are {', '.join(PREFERENCES)}")
+
+
 def _strategies(value: object) -> frozenset[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Iterable):
@@ -100,6 +106,7 @@ _PARSERS: dict[Kind, Callable[[object], Any]] = {
     Kind.COUNT: _count,
     Kind.PERCENT: _percent,
     Kind.FIDELITY: _fidelity,
+    Kind.PREFERENCE: _preference,
     Kind.STRATEGIES: _strategies,
     Kind.TEXT: _text,
     Kind.SWITCH: _switch,

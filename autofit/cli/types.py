@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from autofit.exceptions import UsageError
-from autofit.flags import Flag, Kind, default_of, flag_name, flags_of
+from autofit.flags import PREFERENCES, Flag, Kind, default_of, flag_name, flags_of
 from autofit.suggestions import did_you_mean
 
 T = TypeVar("T")
@@ -103,6 +103,7 @@ _KINDS: dict[Kind, dict[str, Any]] = {
     Kind.COUNT: {"type": click.IntRange(min=1)},
     Kind.PERCENT: {"type": click.FloatRange(min=0, max=100, max_open=True)},
     Kind.FIDELITY: {"type": Fidelity()},
+    Kind.PREFERENCE: {"type": click.Choice(PREFERENCES)},
     Kind.STRATEGIES: {
         "multiple": True,
         "callback": strategies,

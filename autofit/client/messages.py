@@ -78,6 +78,7 @@ class StudyCopy:
     launches: int
     trials: tuple[TrialCopy, ...]
     seconds_by_phase: Seconds = ()
+    prefer: str = "fidelity"
 
 
 def copy_of(store: Store, study: StudyRecord) -> StudyCopy:
@@ -96,6 +97,7 @@ def copy_of(store: Store, study: StudyRecord) -> StudyCopy:
         launches=study.launches,
         trials=tuple(_trial(store, trial, traced) for trial in found),
         seconds_by_phase=study.seconds_by_phase,
+        prefer=study.prefer,
     )
 
 
@@ -134,6 +136,7 @@ def write_copy(
         hardware=copy.hardware,
         budget=copy.budget,
         versions=copy.versions,
+        prefer=copy.prefer,
     )
     if copy.facts is not None:
         store.set_facts(study, copy.facts)

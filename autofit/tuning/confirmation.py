@@ -28,7 +28,7 @@ class Confirmation:
         self._history, self._proposer, self._measure_again = history, proposer, measure_again
 
     def confirm(self) -> None:
-        """Measure the winner again; then plans that may be faster, and one that changes less."""
+        """Measure the winner again; then plans that may be faster, and one that is preferred."""
         history = self._history
         fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
         if not history.time_to_confirm() or self.fastest_confirmed() is None:
@@ -39,9 +39,9 @@ class Confirmation:
             if not history.time_to_confirm() or (faster := history.faster_unconfirmed()) is None:
                 break
             self._measure_again(faster)
-        simpler = history.simpler_unconfirmed()
-        if simpler is not None and history.time_to_confirm():
-            self._measure_again(simpler)
+        preferred = history.preferred_unconfirmed()
+        if preferred is not None and history.time_to_confirm():
+            self._measure_again(preferred)
         for plan in fastest:
             self._tell_replacement(plan)
 

@@ -12,9 +12,9 @@ from autofit import strategies
 from autofit.analysis.acquisition import START_SECONDS
 from autofit.analysis.ranking import (
     faster_unconfirmed,
+    preferred_unconfirmed,
     ranked,
     ranked_sound,
-    simpler_unconfirmed,
     winning,
 )
 from autofit.analysis.verdicts import (
@@ -219,17 +219,17 @@ class History:
     def winner(self) -> TrialRecord | None:
         """Return the trial whose plan would be kept now."""
         now = self.now
-        return winning(now.all_finished, now.budget, now.horizon)
+        return winning(now.all_finished, now.budget, now.horizon, self.study.prefer)
 
-    def simpler_unconfirmed(self) -> Plan | None:
-        """Return a plan that changes less than the present winner and may be as fast."""
+    def preferred_unconfirmed(self) -> Plan | None:
+        """Return a plan that is preferred to the present winner and may be as fast."""
         now = self.now
-        return simpler_unconfirmed(now.all_finished, now.budget, now.horizon)
+        return preferred_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
 
     def faster_unconfirmed(self) -> Plan | None:
         """Return the plan that may be far faster than the present winner, if there is one."""
         now = self.now
-        return faster_unconfirmed(now.all_finished, now.budget, now.horizon)
+        return faster_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
 
     def baseline(self) -> Verdict | None:
         """Return the verdict of the neutral plan, if it has one."""

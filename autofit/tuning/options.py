@@ -50,6 +50,16 @@ class SearchOptions:
             show_default=True,
         ),
     )
+    prefer: str = field(
+        default="fidelity",
+        metadata=flag(
+            "Of plans that are equally fast: what changes least, needs least memory, or measured"
+            " fastest.",
+            Kind.PREFERENCE,
+            show_default=True,
+        ),
+    )
+    """One of ``flags.PREFERENCES``; plans are equally fast within each other's spread."""
     trials: int | None = field(
         default=None, metadata=flag("End after so many trials.", Kind.COUNT, "N")
     )

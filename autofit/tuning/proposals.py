@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from autofit import strategies
+from autofit.analysis.acquisition import prospects
 from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.fallback import FallbackContext, fallbacks_below
 from autofit.analysis.pruning import FRAGMENTED, fragmentation
@@ -15,6 +16,7 @@ from autofit.space.catalogue import Reason, Space, space
 from autofit.storage import TrialRecord
 from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
 from autofit.strategies.allocator import EXPANDABLE
+from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import count
 from autofit.tuning.earlier import known_plans
 from autofit.tuning.history import History
@@ -229,16 +231,25 @@ class Proposer:
         return selected or not strategies.get(strategy).level(level).refines
 
     def tell_limit(self) -> None:
-        """Say once which option has ended the search, if one has."""
+        """Say once which option has ended the search, if one has, and what was not tried."""
         history, options, limit = self._history, self._history.options, ""
         if history.late() and options.timeout is not None:
             limit = f"--timeout {format_duration(options.timeout)}"
         elif self._limit_reached(len(history.finished())):
             limit = f"--trials {options.trials}"
         if limit:
-            history.say_if_new(
-                f"The search ended by {limit}. Plans that were not tried may be faster."
-            )
+            history.say_if_new(f"The search ended by {limit}. {self._untried()}")
+
+    def _untried(self) -> str:
+        """Return what is expected of the plans that were not tried."""
+        state = self.state()
+        left = prospects(state.situation()) if state.fits else []
+        if not left:
+            return "Plans that were not tried may be faster."
+        best = max(left, key=lambda each: each.gain)
+        plan = str(best.plan.replace(micro_batch=AS_IS)).replace(f" {AUTO}", "")
+        more = f"{100 * best.gain:.0f} %"
+        return f"Not tried: {len(left)} plans, of which {plan} may be faster by about {more}."
 
     def _limit_reached(self, trials: int) -> bool:
         """Return whether ``--timeout`` or ``--trials`` ends the search."""

@@ -66,6 +66,7 @@ def open_study(
             hardware=hardware,
             budget=budget,
             versions=installed,
+            prefer=options.prefer,
             fresh=fresh,
         )
 

@@ -11,7 +11,7 @@ from autofit.strategies.ranks import count
 from autofit.units import exact_size, format_duration
 from autofit.view import words
 from autofit.worker.records import phases
-from autofit.worker.records.trials import Script, Verdict
+from autofit.worker.records.trials import Measurement, Script, Verdict
 
 PLAN_FILE = "plan.json"
 SAME = {
@@ -37,7 +37,6 @@ def lines(result: Result, *, storage: str | None = None, memory: int | None = No
         against_baseline(result),
         *notes(result),
         _effort(result),
-        *_seconds(result),
         *_next(commands(result.script, storage, memory)),
     ]
 
@@ -59,7 +58,17 @@ def against_baseline(result: Result) -> str:
     unit = words.unit_of(result.budget)[0]
     return (
         f"{about if is_faster(new, old) else 'About as fast as'} the script as it is "
-        f"({words.speed(old)} samples/s in {peak} {unit}); {same}."
+        f"({words.speed(old)} samples/s in {peak} {unit}){_memory_change(new, old)}; {same}."
+    )
+
+
+def _memory_change(new: Measurement, old: Measurement) -> str:
+    """Return how much less or more memory the peak is, from 2 % on."""
+    change = round(100 * (new.peak_device / old.peak_device - 1))
+    return (
+        f", with {abs(change)} % {'less' if change < 0 else 'more'} memory"
+        if abs(change) >= 2
+        else ""
     )
 
 
@@ -126,7 +135,7 @@ def _effort(result: Result) -> str:
     trials, launches = words.many(result.trials, "trial"), words.many(result.launches, "launch")
     return (
         f"{trials} in {launches}, memory ran out in {result.launches_out_of_memory} of these, "
-        f"{format_duration(result.search_seconds)}; study {result.study}."
+        f"{format_duration(result.search_seconds)}{_seconds(result)}; study {result.study}."
     )
 
 
@@ -145,14 +154,12 @@ PHASES = {
 """The words of the summary for the phases."""
 
 
-def _seconds(result: Result) -> list[str]:
-    """Return the line on where the time went, if it is known; at least 1 s for each phase."""
+def _seconds(result: Result) -> str:
+    """Return where the time went, if it is known; at least 1 s for each phase."""
     known = dict(result.seconds_by_phase)
     summed = {word: sum(known.get(each, 0.0) for each in PHASES[word]) for word in PHASES}
-    parts = [f"{word} {seconds:.0f}" for word, seconds in summed.items() if seconds >= 1]
-    if not parts:
-        return []
-    return [f"Seconds: {', '.join(parts)} of {sum(known.values()):.0f}."]
+    parts = [f"{word} {seconds:.0f} s" for word, seconds in summed.items() if seconds >= 1]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def commands(

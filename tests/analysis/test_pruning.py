@@ -12,7 +12,7 @@ import pytest
 from autofit import strategies
 from autofit.analysis.candidates import within_reach
 from autofit.analysis.pruning import dominated, max_micro_batch
-from autofit.analysis.ranking import ranked_sound, simpler_unconfirmed, winning
+from autofit.analysis.ranking import preferred_unconfirmed, ranked_sound, winning
 from autofit.analysis.verdicts import (
     amended,
     best_plan,
@@ -643,13 +643,13 @@ def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
     measured: Timed,
 ) -> None:
     search = [measured(BF16, 0.5), measured(Plan(), 1.0)]
-    assert simpler_unconfirmed(search, 100) is None, "nothing was measured again"
+    assert preferred_unconfirmed(search, 100) is None, "nothing was measured again"
     as_expected = measured(BF16, 0.9, Purpose.CONFIRM)
-    assert simpler_unconfirmed([*search, as_expected], 100) is None
+    assert preferred_unconfirmed([*search, as_expected], 100) is None
     slower = measured(BF16, 1.2, Purpose.CONFIRM)
-    assert simpler_unconfirmed([*search, slower], 100) == Plan()
+    assert preferred_unconfirmed([*search, slower], 100) == Plan()
     slower_too = measured(Plan(), 1.3, Purpose.CONFIRM)
-    assert simpler_unconfirmed([*search, slower, slower_too], 100) is None
+    assert preferred_unconfirmed([*search, slower, slower_too], 100) is None
     assert winning([*search, slower, slower_too], 100) is slower
     as_is = measured(Plan(), 1.1, Purpose.CONFIRM)
     assert winning([*search, slower, as_is], 100) is as_is
@@ -666,7 +666,7 @@ def test_of_plans_that_are_as_fast_the_one_that_changes_least_is_kept(
         measured(SPLIT, 0.99),
     ]
     confirmed = measured(both, 0.97, Purpose.CONFIRM)
-    assert simpler_unconfirmed([*search, confirmed], 100) == ALL
+    assert preferred_unconfirmed([*search, confirmed], 100) == ALL
     exact = measured(ALL, 0.99, Purpose.CONFIRM)
     assert winning([*search, confirmed, exact], 100) is exact, "exact before rounding"
     slower = measured(ALL, 1.01, Purpose.CONFIRM)
@@ -675,6 +675,20 @@ def test_of_plans_that_are_as_fast_the_one_that_changes_least_is_kept(
     assert winning([*search, confirmed, fewer], 100) is fewer, "fewer levels before more"
     split = measured(SPLIT, 0.99, Purpose.CONFIRM)
     assert winning([*search, split, exact], 100) is exact, "the whole batch before chunks"
+
+
+def test_of_plans_that_are_as_fast_another_can_be_preferred(measured: Timed) -> None:
+    search = [measured(BF16, 0.98, peak=50), measured(ALL, 0.99, peak=90)]
+    rounded = measured(BF16, 0.98, Purpose.CONFIRM, peak=50)
+    exact = measured(ALL, 0.99, Purpose.CONFIRM, peak=90)
+    assert winning([*search, rounded, exact], 100) is exact
+    assert winning([*search, rounded, exact], 100, prefer="memory") is rounded
+    assert winning([*search, rounded, exact], 100, prefer="speed") is rounded
+    assert preferred_unconfirmed([*search, exact], 100, prefer="memory") == BF16
+    assert preferred_unconfirmed([*search, exact], 100, prefer="speed") is None
+    assert preferred_unconfirmed([*search, rounded], 100, prefer="memory") is None
+    near = measured(ALL, 0.99, Purpose.CONFIRM, peak=50)
+    assert winning([*search, rounded, near], 100, prefer="memory") is near, "no less within 2 %"
 
 
 def _fields(root: RootFacts) -> dict[str, object]:
