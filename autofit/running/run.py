@@ -18,6 +18,7 @@ from autofit.evidence.lookup import Evidence, key_of, stored
 from autofit.evidence.verify import Checked, verify
 from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
+from autofit.running.first_steps import compared, speed
 from autofit.running.foreground import Foreground, Silent, started
 from autofit.running.supervisor import ATTEMPT, Ended, supervise
 from autofit.storage import EvidenceKey, State, Store, StudyRecord, TrialRecord
@@ -35,6 +36,7 @@ from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
 from autofit.worker.records.hosts import Hosts
 from autofit.worker.records.trials import (
     ChildSpec,
+    FirstSteps,
     InOnePiece,
     LaunchRequest,
     Learned,
@@ -125,6 +127,7 @@ def run(
             verifies=not others,
             evidence=evidence,
             fallbacks=tuple(_verified(context, evidence)),
+            searched=task.searched,
             log=task.log,
             say=say,
         )
@@ -154,6 +157,8 @@ class _Task:
     """Processes to start."""
     context: FallbackContext
     log: _RunLog
+    searched: Mapping[Plan, Measurement] = field(default_factory=dict)
+    """What the search measured under each sound plan."""
 
 
 def _searched(
@@ -172,7 +177,7 @@ def _searched(
     log = _RunLog(storage, result.study)
     study, trials = log.study()
     plan = result.plan
-    say(f"{which}: {plan}, {result.measurement.samples_per_second:.1f} samples/s when searched")
+    say(f"{which}: {plan}, {speed(result.measurement)} samples/s when searched")
     if (held := log.plan_of_last_run(study)) is not None and held != plan:
         say(f"using {held} instead: the last run of the script finished under it")
         plan = held
@@ -184,9 +189,16 @@ def _searched(
         budget=study.budget,
         left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
     )
-    script = as_searched(script, study.script)
+    sound = ranked_sound(trials, study.budget)
+    searched = {best_plan(trial): found for trial in sound if (found := trial.measurement)}
     return _Task(
-        script, plan, memory or study.key.memory, ranks or study.key.gpus or 1, context, log
+        script=as_searched(script, study.script),
+        plan=plan,
+        memory=memory or study.key.memory,
+        ranks=ranks or study.key.gpus or 1,
+        context=context,
+        log=log,
+        searched={**searched, result.plan: result.measurement},
     )
 
 
@@ -305,6 +317,8 @@ class _Attempts:
     evidence: Evidence
     fallbacks: tuple[tuple[Plan, int], ...]
     """Plans under which the run may continue in the same process, with the peak of each."""
+    searched: Mapping[Plan, Measurement]
+    """As in ``_Task``."""
     log: _RunLog
     say: Say
 
@@ -411,16 +425,21 @@ class _Attempts:
                         f"{who}memory is nearly full; continuing with {size} samples at a time"
                     )
                     self.log.event("pressed", asdict(event) | of)
+                    reported.shrunk = True
                 case InOnePiece():
                     self.say(f"{who}{_in_one_piece(event)}")
                     self.log.event("in one piece", asdict(event) | of)
                 case Silent():
                     self.say(f"{who}{SILENT}")
+                case FirstSteps() if found := self.searched.get(reported.plan or plans[0]):
+                    alike = self.device == "cuda" or self.budget is not None
+                    self.say(compared(event, found, peak=alike, shrunk=reported.shrunk))
                 case Ran():
                     self.log.event("ran", asdict(event) | of)
                 case Shortage(out_of_memory=found) if (found.micro_batch or 0) > 1:
                     self.say(f"{who}{where(found)}; continuing with smaller parts of the batch")
                     self.log.short_of_memory(found, fatal=False)
+                    reported.shrunk = True
                 case Learned():
                     if number == 0 or reported.facts is None:
                         reported.facts = event.facts
@@ -496,6 +515,8 @@ class _AttemptEvents:
     proven: list[Proven] = field(default_factory=list)
     plan: Plan | None = None
     """The plan under which the run continued; ``None`` if it did not change."""
+    shrunk: bool = False
+    """Whether the run has made its chunks smaller, because memory ran short."""
 
     def cause(self, first: int | None, kills: int) -> Raised | None:
         """Return the error that ended the run: any rank's OOM, else the error of rank ``first``.

@@ -40,6 +40,7 @@ _MASKS = tuple(
         (r"\bN (?:bytes|[KMGT]i?B)\b", "SIZE"),
         (rf"\bN {_TIMES}(?: N {_TIMES})*\b", "TIME"),
         (r"\bfits\b(?=  |\n| \().*", "fits"),  # what is noted about it depends on figures
+        (r"(?<= in the search\)); .*", ""),  # why a run is slower, on a busy machine
         (r"[─━-]{2,}", "--"),
         (r"[ \t]+$", ""),
         (r"[ \t]+", " "),

@@ -367,8 +367,7 @@ def test_what_it_changes_between_two_batches_does_too() -> None:
 
 def test_loaders_with_workers_stay_as_they_are() -> None:
     model = nn.Linear(3, 1)
-    with under(WORKERS) as session:
-        session.seams.loader = True
+    with under(WORKERS):
         batches = list(DataLoader(Plain(), batch_size=BATCH, num_workers=1))
         with pytest.raises(Refused, match="has 1 workers already"):
             model(batches[0]["x"])

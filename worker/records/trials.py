@@ -506,6 +506,31 @@ class InOnePiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSteps:
+    """What a real run measured in its first steps under a plan; sent once.
+
+    The shares are of the time of the measured steps, 0 to 1.
+    """
+
+    steps: int
+    """Optimizer steps taken under the plan; the first few of them are not measured."""
+    step_seconds: tuple[float, ...]
+    """Seconds of each measured step."""
+    effective_batch: int | None
+    """Samples in one optimizer step over all ranks; ``None`` if unknown."""
+    peak_device: int
+    """As in ``Measurement``."""
+    data_wait: float
+    """Share spent waiting for data."""
+    compiling: float
+    """Share spent compiling."""
+    cpu_wait: float
+    """Share in which a thread was ready to run, and other threads had the CPUs."""
+    others: int
+    """Bytes of the device that other processes hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
     """Figures of a real run, sent at its end."""
 
@@ -534,6 +559,7 @@ Event = (
     | Replaced
     | Pressed
     | InOnePiece
+    | FirstSteps
     | Ran
     | Uncontained
     | Entered

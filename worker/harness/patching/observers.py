@@ -91,8 +91,6 @@ class Seams:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
-        self.loader = True
-        """Whether the loader's ``next`` is patched, too."""
         self.knows_optimizers = True
         """The optimizers tell what trains: the script has made each after ``attach``, and one of
         them before its first backward."""
@@ -159,8 +157,7 @@ class Seams:
         wrap(nn.Module, "zero_grad", self._zero_grad)
         wrap(nn.Module, "__setattr__", self._set)
         wrap(torch, "compile", self._compile)
-        if self.loader:
-            wrap(_BaseDataLoaderIter, "__next__", self._next)
+        wrap(_BaseDataLoaderIter, "__next__", self._next)
         self.look_for_roots()
 
     def _steps(self, optimizer: Optimizer, notice: Callable[[Optimizer], None]) -> None:
@@ -185,10 +182,6 @@ class Seams:
         """Let ``order`` choose the next batch of every loader."""
         self.order = order
 
-    def ignore_loader(self) -> None:
-        """Do not patch the loader's ``next``. Call this before ``attach``."""
-        self.loader = False
-
     def restart_data_clock(self) -> None:
         """Count the seconds in the loader's ``next`` from zero."""
         self.data_seconds = 0.0
@@ -200,9 +193,6 @@ class Seams:
     def read_by(self, reader: Reader) -> Undo:
         """Let ``reader`` return the batches of loaders. The last registered reader does so."""
         self._readers.append(reader)
-        if not self.loader:
-            self.loader = True
-            self.patches.wrap(_BaseDataLoaderIter, "__next__", self._next)
         return lambda: self._readers.remove(reader)
 
     @property

@@ -21,6 +21,7 @@ from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
+from autofit.worker.harness.session.first_steps import FirstStepsMeter
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
@@ -93,7 +94,7 @@ class RealRun(Session):
         """Calls of all roots since the last backward pass; their graphs still exist."""
         self._broken: tuple[int, str, str | None] | None = None
         """The plan under which a call failed, the error, and the strategy at fault."""
-        self.seams.ignore_loader()
+        self._first: FirstStepsMeter | None = None if reporter.rank else self._first_steps()
 
     @property
     def plan(self) -> Plan:
@@ -241,6 +242,14 @@ class RealRun(Session):
         if self._start is not None:
             self._start.restore()
 
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Count the samples of the call while the first steps are measured."""
+        if self._first is not None and root is self.roots[0] and root.facts is not None:
+            self._first.called(root.facts, args, kwargs)
+        return run
+
     def call_begins(self) -> None:
         """Store the random state, from which the call may start again under another plan."""
         if self._left:
@@ -319,6 +328,21 @@ class RealRun(Session):
             self.meter.reset()
             self._retries_before = self.meter.retries()
         self._watch_headroom()
+        if self._first is not None:
+            self._measure(self._first)
+
+    def _first_steps(self) -> FirstStepsMeter:
+        return FirstStepsMeter(self.plan, self.meter, self.seams)
+
+    def _measure(self, first: FirstStepsMeter) -> None:
+        """Measure a step of the first ones, and report them after the last; anew if a plan ends."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._first = None  # nothing may wait for the device while a CUDA graph is recorded
+        elif first.plan != self.plan:
+            self._first = self._first_steps()
+        elif (figures := first.stepped(self.facts)) is not None:
+            self._first = None
+            self._reporter.send(figures)
 
     def _watch_headroom(self) -> None:
         """Halve the chunks once the allocator empties its cache in two steps in a row.
