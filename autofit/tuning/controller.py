@@ -49,6 +49,7 @@ from autofit.worker.records.trials import (
     Asking,
     BandwidthMeasured,
     Entered,
+    GraphsGrow,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -451,6 +452,8 @@ class Search:
                 self._history.verified(event)
             case BandwidthMeasured():
                 self._history.learn_bandwidth(event.ranks, event.bandwidth)
+            case GraphsGrow(growth=growth):
+                self._history.say_if_new(messages.keeps_graphs(self._options.script, growth))
             case Measured(index=index, measurement=measurement):
                 plan = launch.trials[index].plan
                 self._tell(SizeMeasured(slot=slot, plan=plan, measurement=measurement))

@@ -17,6 +17,7 @@ from autofit.storage import TrialRecord
 from autofit.strategies import Fidelity
 from autofit.units import format_duration, format_size
 from autofit.worker.records import phases
+from autofit.worker.records.inspection import Growth
 from autofit.worker.records.trials import CHECK_STARVED, OutOfMemory, Script, TrialReport, Verdict
 
 CALLED = ("backward", "optimizer step")
@@ -24,6 +25,8 @@ CALLED = ("backward", "optimizer step")
 
 LEARNS_NOTHING = "--sampler gp ignores trials that ran out of memory: it learns nothing from them."
 
+LINE = 60
+"""Most characters of a line of the script in a message."""
 STARTS = "starts Ray, imports the script"
 """What happens before the first launch."""
 DOES = {
@@ -139,6 +142,20 @@ def doubted(plan: Plan, reason: str) -> str:
 def killed(report: TrialReport) -> str:
     """Return the line for a plan whose process was killed from outside."""
     return f"{report.plan}: {report.reason}, by something outside the script. It is run once more."
+
+
+def keeps_graphs(script: Script, growth: Growth) -> str:
+    """Return the line for a script that keeps the graph of each step."""
+    kept_in = f" in {growth.holder}" if growth.holder else ""
+    what = "host memory grows with each step"
+    if growth.size:
+        size = format_size(growth.size)
+        what = f"the training needs about {size} more with each step than was measured"
+    help_ = f"autofit explain --leak {script.target} shows which tensors are left"
+    if (line := growth.held_at) is not None:
+        kept_in += f" ({line.line}: {line.source[:LINE]})"
+        help_ = "Keep the value alone, with .item() or .detach()"
+    return f"{script.target} keeps the graph of each step{kept_in}: {what}. {help_}."
 
 
 def none_fits(finished: Sequence[TrialRecord], context: FallbackContext) -> str:

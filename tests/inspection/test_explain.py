@@ -22,7 +22,7 @@ from autofit.printable import printable
 from autofit.view import explanation as view
 from autofit.worker.records.inspection import Kind
 from tests.inspection import by_hand
-from tests.inspection.conftest import WIDTH
+from tests.inspection.conftest import MODEL, WIDTH
 
 PARAMETERS = 4 * (32 * WIDTH + WIDTH + WIDTH * 32 + 32)
 """Numbers of the model of four blocks."""
@@ -99,6 +99,18 @@ def test_the_leaking_line_is_named(found: Explanation) -> None:
     assert leak.held_at is not None
     assert leak.held_at.source == "kept.append(loss)"
     assert "kept.append(loss)" in shown(found)
+
+
+@pytest.mark.quick
+def test_a_sum_that_keeps_only_nodes_of_the_graph_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(MODEL.format(widths=[8], last="kept += loss").replace("kept = []", "kept = 0"))
+    found = autofit.explain(path, leak=True, storage=tmp_path / "none.db", quiet=True)
+    (leak,) = found.growths
+    assert leak.holder == "the variable kept"
+    assert leak.held_at is not None
+    assert leak.held_at.source == "kept += loss"
+    assert "nodes of the graph" in shown(found)
 
 
 LIBRARY = """

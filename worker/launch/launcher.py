@@ -39,6 +39,7 @@ from autofit.worker.records.trials import (
     Entered,
     Event,
     Finished,
+    GraphsGrow,
     LaunchEnded,
     LaunchEvent,
     LaunchRequest,
@@ -452,6 +453,7 @@ class _TrialReporter:
                 | Proven()
                 | Verified()
                 | BandwidthMeasured()
+                | GraphsGrow()
                 | Traced()
                 | Uncontained()
                 | Entered()

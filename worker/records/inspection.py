@@ -133,12 +133,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Tensors that grow in number with every step."""
+    """Tensors, or the nodes of a graph, that grow in number with every step."""
 
     size: int
     """Bytes a step."""
     count: int
-    """Tensors a step."""
+    """Tensors a step; 0 if only nodes of a graph are left."""
     made: Place | None
     """The line of the user's code that makes them."""
     operation: str

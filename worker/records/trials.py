@@ -16,7 +16,7 @@ from autofit.strategies import ranks
 from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.hosts import LOOPBACK, Hosts, RemoteHost
-from autofit.worker.records.inspection import Inspected, Inspection
+from autofit.worker.records.inspection import Growth, Inspected, Inspection
 from autofit.worker.records.phases import Seconds
 from autofit.worker.records.places import Place
 from autofit.worker.records.traces import Trace
@@ -306,6 +306,13 @@ class BandwidthMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphsGrow:
+    """The script as it is has left a graph of each observed step."""
+
+    growth: Growth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStarted:
     """The child has started the plan at ``index``."""
 
@@ -568,6 +575,7 @@ Event = (
     | Proven
     | Verified
     | BandwidthMeasured
+    | GraphsGrow
     | PlanStarted
     | Measured
     | Traced
@@ -753,6 +761,7 @@ LaunchEvent = (
     | Proven
     | Verified
     | BandwidthMeasured
+    | GraphsGrow
     | Measured
     | Traced
     | Shortage

@@ -73,6 +73,7 @@ class InspectedRun(Session):
         self._batches = SameBatches()
         self.seams.order_batches(self._batches.next)
         self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
+        self._graphs = leaks.Graphs()
         self._graph_open = False
         """A root was called with gradients, and backward has not ended."""
         self._began = 0
@@ -174,6 +175,7 @@ class InspectedRun(Session):
             output = run()
             if self._plan.neutral:  # to look at a split call's lazy output would compute it whole
                 self._log.mark_returned(output)
+                self._graphs.note(output, self._log.step)
             return output
 
         return call
@@ -307,7 +309,7 @@ class InspectedRun(Session):
         """Summarize the followed steps; nothing is followed after them."""
         self._mark_weights()
         classes = max((root.classes for root in self.facts.roots), default=0)
-        growths = leaks.growths(self._log, self._log.step - self._followed)
+        growths = leaks.growths(self._log, self._log.step - self._followed, self._graphs)
         self._result = Inspected(
             moments=moments(self._log, self._backwards),
             plain=None,

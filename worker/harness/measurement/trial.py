@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +28,7 @@ from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.worker.harness.batch import evaluation
+from autofit.worker.harness.measurement.leaks import Graphs
 from autofit.worker.harness.measurement.probe import NotProbed, has_gradients
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.source_digests import digests
@@ -46,6 +48,7 @@ from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
+from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.proof_cache import Known
@@ -58,6 +61,7 @@ from autofit.worker.records.trials import (
     Answer,
     BandwidthMeasured,
     Finished,
+    GraphsGrow,
     LaunchRequest,
     Learned,
     Measured,
@@ -127,6 +131,10 @@ class Trial(Session):
         self.reads.start()
         self._verified: set[Plan] = set()
         """Verified plans under which a step has run."""
+        self._graphs: Graphs | None = Graphs()
+        """``None`` once the script was observed as it is."""
+        self._held: list[int] = []
+        """Bytes that tensors held after each step until then, since the traces are complete."""
         self._clock = 0.0
         self._losses: list[torch.Tensor] = []
         self._open_graphs = 0
@@ -227,8 +235,21 @@ class Trial(Session):
         return Window(plan, steps, compiled=compiled, refused=refused, check=check)
 
     def measured(self, window: Window) -> Measurement:
-        """Return what a full window has measured, on all ranks."""
-        return self._measurement(window, self._ranks.measurement(self._figures(window)))
+        """Return what a full window has measured, on all ranks; tell whether graphs were left."""
+        found = self._measurement(window, self._ranks.measurement(self._figures(window)))
+        beside(self._tell_growth, None, "it is not known whether the script keeps graphs")
+        self._graphs = None
+        return found
+
+    def _tell_growth(self) -> None:
+        """Tell the parent if the graph of each observed step is left."""
+        if self._graphs is None:
+            return
+        grown = min((after - before for before, after in pairwise(self._held)), default=0)
+        # The first step may differ: a script validates, say, after each step.
+        growth = self._graphs.growth(1, self.steps, max(0, grown))
+        if growth is not None:
+            self._ranks.tell(GraphsGrow(growth=growth))
 
     def is_known(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified on each model."""
@@ -548,7 +569,11 @@ class Trial(Session):
         window = self._current
         if window is not None and window.check and not root.proof.is_known(window.plan):
             root.take_back()
-        return self._tracer.call(root, root is self.roots[0], args, kwargs, run)
+        output = self._tracer.call(root, root is self.roots[0], args, kwargs, run)
+        graphs = self._graphs if window is not None and window.plan.neutral else None
+        if graphs is not None:
+            beside(lambda: graphs.note(output, self.steps), None, "a graph is not followed")
+        return output
 
     def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
         """Apply and verify ``plan`` on every rank; if one refuses, all do."""
@@ -615,6 +640,8 @@ class Trial(Session):
     def _close_step(self, window: Window, seconds: float) -> None:
         losses = [float(loss) for loss in self._losses]
         traced = self._trace_step(losses)
+        if self._graphs is not None and self._tracer.full:
+            self._held.append(self.meter.current())
         compiled, self._compiled = self._compiled, self._compiling.seconds()
         self.phases.compiled(self._compiled)
         retries, self._retries = self._retries, self.meter.retries()
