@@ -48,8 +48,8 @@ def test_a_result_is_printed_in_one_line(make_result: MakeResult) -> None:
 def test_a_script_that_fitted(make_result: MakeResult, measure: Callable[..., Measurement]) -> None:
     result = make_result(baseline=measure(10.0, 20.0), baseline_verdict=Verdict.MEASURED)
     assert lines(result)[1] == (
-        "2.03 ±0.06 times as fast as the script as it is (10.0 ±0.0 samples/s in 20.0 GiB), with 15 % more memory; "
-        "the same training in lower precision."
+        "2.03 ±0.06 times as fast as the script as it is (10.0 ±0.0 samples/s in 20.0 GiB), "
+        "with 15 % more memory; the same training in lower precision."
     )
 
 
