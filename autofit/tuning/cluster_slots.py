@@ -237,10 +237,11 @@ class ClusterSlots(LocalSlots):
             self._cluster_pool.add(alive[node], count)
         self._tried |= counts.keys()
 
-    def begin(self, stack: ExitStack, first: LaunchRequest | None) -> None:
+    def begin(self, stack: ExitStack, first: LaunchRequest) -> bool:
         """Do nothing: the workers have started."""
+        return False
 
-    def workers(self) -> ClusterPool:
+    def workers(self, stack: ExitStack) -> ClusterPool:
         """Return the pool of workers; raise ``WorkerError`` if no slot is left."""
         if not self._cluster_pool.slots:
             raise self._none_left()

@@ -212,16 +212,15 @@ class Search:
             spread=self._slots.spread,
             learns=self._reserved is not None and not before and not options.fresh,
         )
-        first = None if before else self._request(Plan(), Purpose.SEARCH)
-        self._slots.begin(self._stack, first)
-        if first is not None:
+        first = self._request(Plan(), Purpose.SEARCH)
+        if not before and self._slots.begin(self._stack, first):
             self._tell_started(0, Plan())
             self._tell(PhaseBegun(slot=0, phase=messages.STARTS))
 
     def _workers(self) -> Pool:
         """Return the pool of workers, which takes seconds to start."""
         with self._clock.within(RAY):
-            return self._slots.workers()
+            return self._slots.workers(self._stack)
 
     # --- driving ---------------------------------------------------------------------------
 
@@ -256,7 +255,7 @@ class Search:
         trial = self._begin(plan, number, purpose)
         self._launches[slot] = RunningLaunch([trial], number=number, ahead=plan.fixed)
         self._clock.enter(LAUNCHES)
-        request = replace(self._request(plan, purpose), converses=purpose is Purpose.SEARCH)
+        request = self._request(plan, purpose)
         if pool.first_ended:
             for event in pool.first_events(request):
                 self._handle_event(slot, event)
@@ -302,8 +301,7 @@ class Search:
         for slot, launch in self._launches.items() if self._slots.prepares else ():
             if launch.runs and launch.stepped and launch.beside != plan:
                 launch.beside = plan
-                request = replace(self._request(plan, Purpose.SEARCH), converses=True)
-                self._workers().prepare(slot, request)
+                self._workers().prepare(slot, self._request(plan, Purpose.SEARCH))
 
     def _drop_losing_trials(self) -> None:
         """Stop the running trials if the cost model no longer expects any of them to win."""
@@ -319,7 +317,7 @@ class Search:
         self._ahead.add(slot)
         launch.number = self._store.next_launch(self._history.study)
         request = self._request(launch.ahead, Purpose.SEARCH)
-        self._workers().submit(slot, replace(request, converses=True, waits=True))
+        self._workers().submit(slot, replace(request, waits=True))
         self._launches[slot] = launch
 
     def _answer_waiting(self) -> None:
@@ -401,6 +399,7 @@ class Search:
             device=self._slots.device,
             budget=self._history.study.budget,
             timeout=self._deadline([plan]),
+            converses=purpose is Purpose.SEARCH,
             whole_fits=self._history.baseline() is Verdict.MEASURED,
             ranks=self._slots.ranks,
             measures_bandwidth=replicas > 1 and replicas not in self._history.bandwidths,

@@ -120,11 +120,15 @@ class LocalSlots:
         """Number of devices. On the CPU, all ranks of a trial count as one device."""
         return self.count * (self.ranks if self.device == "cuda" else 1)
 
-    def begin(self, stack: ExitStack, first: LaunchRequest | None) -> None:
+    def begin(self, stack: ExitStack, first: LaunchRequest) -> bool:
         """Begin to start the workers; ``stack`` closes them.
 
-        ``first``: the request of the first launch, if it is known; its process starts meanwhile.
+        ``first``: the request of the first launch. Its process is started meanwhile, if it has only
+        one; returns whether it was.
         """
+        return first.processes == 1 and self._begin(stack).prepare_first(first)
+
+    def _begin(self, stack: ExitStack) -> Pool:
         pool = Pool(
             self.count,
             self.device,
@@ -133,19 +137,19 @@ class LocalSlots:
             prepares=self.prepares,
         )
         self._pool = stack.enter_context(pool)
-        if first is not None and first.processes == 1:
-            pool.prepare_first(first)
+        return pool
 
-    def workers(self) -> Pool:
+    def workers(self, stack: ExitStack) -> Pool:
         """Return the pool of workers, once they have started or ``Pool.first_ended``.
 
+        The first call starts them, unless ``begin`` has; ``stack`` closes them.
         Raises ``WorkerError`` if every slot is lost, or if Ray does not start.
         """
         if len(self._lost) == self.count:
             raise self._none_left()
-        assert self._pool is not None, "begin comes first"
-        self._pool.open()
-        return self._pool
+        pool = self._pool or self._begin(stack)
+        pool.open()
+        return pool
 
     def span(self) -> None:
         """Make all devices one slot, for trainings that are spread over them.

@@ -199,6 +199,7 @@ class TestTooLargeAsItIs:
     ) -> None:
         folder, done = searched
         assert done.returncode == 0, done.stderr
+        assert ", 6 blocks, SGD, " in done.stderr, "the first process saw the optimizer made"
         best: dict[str, Any] = json.loads(done.stdout)
         assert best["baseline"] == {"verdict": "out_of_memory"}
         assert best["plan"]["precision"] == "as_is"

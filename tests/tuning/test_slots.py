@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_a_slot_whose_card_is_lost_is_not_used_again(options: SearchOptions) -> 
     assert slots.handle_end(1, ended(lost="GPU 1 has 2.0 GiB free"), said.append)
     assert slots.idle(()), "whoever has work left is told by the next launch"
     with pytest.raises(WorkerError, match=r"no device is left: GPU 0 .*; GPU 1 "):
-        slots.workers()
+        slots.workers(ExitStack())
 
 
 @pytest.mark.quick

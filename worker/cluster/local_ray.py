@@ -273,9 +273,8 @@ def check_started(starting: subprocess.Popen[bytes]) -> None:
     assert starting.stderr is not None, "start_head reads it"
     with starting.stderr as stream:
         if starting.returncode:
-            last = (stream.read().decode(errors="replace").strip().splitlines() or ["no reason"])[
-                -1
-            ]
+            said = stream.read().decode(errors="replace").strip().splitlines()
+            last = said[-1] if said else "no reason was given"
             raise WorkerError(f"Ray does not start on this machine: {last}")
 
 

@@ -84,13 +84,14 @@ class Pool:
         self._ray.begin()
         return self
 
-    def prepare_first(self, request: LaunchRequest) -> None:
+    def prepare_first(self, request: LaunchRequest) -> bool:
         """Start a process while Ray starts, which the first request on slot 0 can use.
 
-        It runs up to its first device call. None is started if Ray runs already.
+        It runs up to its first device call. Returns ``False`` if Ray runs already; then there is
+        nothing to wait for, and none is started.
         """
         if self._ray.folder is None:
-            return
+            return False
         self._assign_cards()
         started = start(
             replace(request, prepared=True),
@@ -100,6 +101,7 @@ class Pool:
             session=self._ray.session,
         )
         self._first = First(replace(request, prepared=True), started, self._ray.folder)
+        return True
 
     @property
     def first_ended(self) -> bool:
