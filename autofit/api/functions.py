@@ -34,6 +34,7 @@ def search(
     cwd: str | os.PathLike[str] | None = None,
     memory: int | str | None = None,
     allow: str | Fidelity = "rounding",
+    prefer: str = "fidelity",
     trials: int | None = None,
     timeout: float | str | None = None,
     only: str | Iterable[str] = (),
@@ -69,6 +70,8 @@ def search(
         cwd: The script's working directory; by default the present one.
         memory: Budget per device, in bytes or as ``"24GiB"``; by default what is free.
         allow: The most a plan may change: ``"exact"``, ``"redraw"``, ``"rounding"``, ``"recipe"``.
+        prefer: Of plans that are equally fast: ``"fidelity"`` for what changes least, ``"memory"``
+            for the lowest peak, ``"speed"`` for what measured fastest.
         trials: The search ends after so many trials.
         timeout: The search ends after so many seconds, or ``"10m"``.
         only: Strategies to try; by default all.

@@ -34,6 +34,7 @@ ONLY_ON_THE_COMMAND_LINE = {
 GIVEN: dict[str, Any] = {
     "memory": 24 << 30,
     "allow": "recipe",
+    "prefer": "memory",
     "trials": 3,
     "timeout": 5400.0,
     "only": frozenset({"precision", "optimizer"}),

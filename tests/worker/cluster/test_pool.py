@@ -247,7 +247,8 @@ def test_a_daemon_of_the_script_is_ended_too(
         if not os.fork():
             os.setsid()
             if not os.fork():
-                open({str(out)!r}, "w").write(str(os.getpid()))
+                open({str(out)!r} + "w", "w").write(str(os.getpid()))
+                os.rename({str(out)!r} + "w", {str(out)!r})
                 time.sleep(60)
             os._exit(0)
         os.wait()
