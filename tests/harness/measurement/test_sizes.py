@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autofit.worker.harness.measurement.sizes import MARGIN, PART, TIE, Ask, even, roomier, solve
@@ -321,6 +321,10 @@ def test_a_peak_elsewhere_hides_what_a_block_needs() -> None:
 # --- any linear device ------------------------------------------------------------------------
 
 
+ONE = Device(batch=1, rest=0.0, sample=20.0, block=10 / 11, blocks=11, per_chunk=0.0, again=0.5)
+"""A batch of one sample, which cannot be cut."""
+
+
 @st.composite
 def devices(draw: st.DrawFn, *, splits: bool | None = None) -> tuple[Device, float]:
     """Return a device and a budget in which something may fit."""
@@ -371,6 +375,7 @@ def test_something_is_found_if_anything_fits(case: tuple[Device, float]) -> None
 
 
 @given(devices(splits=True))
+@example((ONE, 15.0))
 def test_no_corner_of_the_plane_is_clearly_faster(case: tuple[Device, float]) -> None:
     """Neither the largest chunk without blocks nor the whole batch with as few as fit.
 

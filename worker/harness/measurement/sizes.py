@@ -84,7 +84,7 @@ class _Search:
         self, batch: int, budget: int, blocks: int | None, splits: bool, gradients: int
     ) -> None:
         self._batch, self._room, self._gradients = batch, (1 - MARGIN) * budget, gradients
-        self._blocks, self._splits = blocks, splits
+        self._blocks, self._splits = blocks, splits and batch > 1
         self._found: dict[tuple[int, int], Measurement | None] = {}
         """By the samples of a chunk and the number of checkpointed blocks."""
 
