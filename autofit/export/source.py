@@ -53,7 +53,7 @@ class Source:
         return any(name.partition(".")[0] in packages for name in names)
 
     def optimizer(self, classes: Sequence[str]) -> Made | None:
-        """Return where the script makes its only optimizer of one of the ``classes``.
+        """Return where the script makes an optimizer of one of ``classes``, if it makes one only.
 
         ``None`` if the script does not show it.
         """
@@ -121,7 +121,7 @@ class Source:
     ) -> None:
         """Give a call these keyword arguments, each as code; those that it has are replaced.
 
-        ``positional``: the names of its first parameters, which it may have by position.
+        ``positional``: names of the parameters that the call may pass by position, in order.
         """
         has = {each.arg: each.value for each in call.keywords if each.arg is not None}
         has |= dict(zip(positional, call.args, strict=False))

@@ -22,7 +22,7 @@ def compared(found: FirstSteps, searched: Measurement, *, peak: bool, shrunk: bo
         found: What the run measured.
         searched: What the search measured under the same plan.
         peak: Whether the two peaks count the same memory.
-        shrunk: Whether memory ran short, so that the run has made its chunks smaller.
+        shrunk: Whether the run has made its chunks smaller, because memory ran short.
     """
     now = replace(
         searched,

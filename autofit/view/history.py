@@ -127,8 +127,9 @@ def trial_rows(found: StoredStudy) -> Iterator[tuple[tuple[str, ...], bool]]:
 def baseline(found: StoredStudy, purpose: Purpose) -> TrialRecord | None:
     """Return the trial with which the speeds of trials are compared, as the live table does.
 
-    It is the script as it is, else the first plan that fits. Confirmation runs are compared with
-    the script's confirmation run, if there is one: both are new processes.
+    Other trials are compared with the script as it is. If that was not measured, they are compared
+    with the first plan that fits. If the script as it is has a confirmation run, confirmation runs
+    are compared with that one: both are new processes.
     """
     measured = [trial for trial in found.trials if trial.verdict is Verdict.MEASURED]
     search = [trial for trial in measured if trial.purpose is Purpose.SEARCH]

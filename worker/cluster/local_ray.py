@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.worker.launch.rank_environment import free_port
 from autofit.worker.launch.reaper import SESSION, Reaper
 
 _LONGEST_FOLDER = 20
@@ -42,6 +43,8 @@ After five seconds, Ray's client prints a warning.
 START = 120.0
 """Seconds within which Ray has to start."""
 _PAUSE = 0.02
+_PORTS = 5
+"""Ports on which a head of Ray listens besides that of its address."""
 _ASK = """
 import sys, ray._raylet
 print("asking", flush=True)
@@ -243,20 +246,23 @@ def start_head(
     ``resources``: options of ``ray start``. ``check_started`` tells what went wrong.
     """
     folder.mkdir(mode=0o700)
-    listen = [_free_port() for _ in range(5)]
+    ports: set[int] = set()
+    while len(ports) < _PORTS:
+        ports.add(free_port())
     # With given ports, Ray does not wait for its agents, which takes seconds.
+    environments, metrics, agent, agent_grpc, clients = ports
     line = [
         *(sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--port=0"),
         *("--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats"),
         *(*resources, f"--object-store-memory={LEAST_OBJECT_STORE}"),
         *(f"--temp-dir={folder}", f"--plasma-directory={folder}"),
         *("--no-monitor", "--include-log-monitor=false"),
-        *(f"--runtime-env-agent-port={listen[0]}", f"--metrics-export-port={listen[1]}"),
-        *(f"--dashboard-agent-listen-port={listen[2]}", f"--dashboard-agent-grpc-port={listen[3]}"),
+        *(f"--runtime-env-agent-port={environments}", f"--metrics-export-port={metrics}"),
+        *(f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}"),
     ]
     if find_spec("grpc") is not None:
         # Then Ray starts its server for remote clients too; its default port may be taken.
-        line.append(f"--ray-client-server-port={listen[4]}")
+        line.append(f"--ray-client-server-port={clients}")
     return subprocess.Popen(
         line,
         env=environment,
@@ -284,12 +290,6 @@ def address_in(folder: Path) -> str:
         return (folder / "ray_current_cluster").read_text().strip()
     except OSError:
         return ""
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def answers(address: str) -> bool:

@@ -93,7 +93,7 @@ class Graphs:
         return all(any(mark() is not None for mark in self._marks[step]) for step in steps)
 
     def holder(self, steps: range) -> tuple[str, Place | None]:
-        """Return what keeps a graph of ``steps``, and the line that puts it there."""
+        """Return the variable that keeps a graph of ``steps``, and the line that fills it."""
         found, names = self._keeping(steps), _Names()
         for find in (names.container_of, names.variable_of):
             for tensor in found:
@@ -133,7 +133,7 @@ def _metadata(node: Node) -> dict[str, Any]:
 def growths(log: AllocationLog, first: int, graphs: Graphs) -> tuple[Growth, ...]:
     """Return the leaks of the followed steps, the largest first.
 
-    A leak is what each of the steps has left. A graph is one of its own only if it keeps no tensor.
+    A leak is what each of the steps has left. Graphs are reported only if no tensors are left.
 
     ``first``: the first followed step, as ``Allocation.step`` counts.
     """
