@@ -8,6 +8,7 @@ wait for it, so the starter sends the exit code in a second packet.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import signal
@@ -74,7 +75,7 @@ class First:
             other, _ = self._socket.accept()
         except OSError:  # closed
             return
-        with other:
+        with other, contextlib.suppress(OSError):  # this was closed, or the other process has ended
             with self._lock:
                 about = self._child.pid, self._child.spec, self._started.folder, self._started.since
                 held = self._child.held
