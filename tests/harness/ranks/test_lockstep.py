@@ -40,9 +40,11 @@ else:
     raise AssertionError("a group of the script's own")
 assert group.meet("a question", "x" * (3000 * rank)) == ["", "x" * 3000]
 
-one, other = torch.ones(3), torch.ones(2, 2)
-found = Reductions(group).of([one, other, one]).finish([one, other if rank else None, None])
-assert torch.equal(found[0], 2 * one) and torch.equal(found[1], other) and found[2] is None
+one, other, none = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1))
+one.grad, other.grad = torch.ones(3), torch.ones(2, 2) if rank else None
+found = Reductions(group).of([one, other, none]).finish([torch.ones(2)])
+assert torch.equal(found[0], torch.full((3,), 2.0)) and torch.equal(found[1], torch.ones(2, 2))
+assert found[2] is None and torch.equal(found[3], torch.full((2,), 2.0)) and one.grad is None
 parts = group.gather(torch.full((1 + rank, 2), rank == 1), [torch.Size([1, 2]), torch.Size([2, 2])])
 assert [part.tolist() for part in parts] == [[[False, False]], [[True, True]] * 2]
 
@@ -54,9 +56,10 @@ after = group.meet("what is drawn next", float(torch.rand(())))
 assert after[0] == after[1]
 
 check = LabelCheck(group)
-check([torch.randn(100), None], 1)
+check([torch.randn(100), None], 1, due=True)
+check([torch.randn(100) + rank, None], 1, due=False)
 try:
-    check([torch.randn(100) + (torch.arange(100) == 7 * rank) * 10.0, None], 1)
+    check([torch.randn(100) + (torch.arange(100) == 7 * rank) * 10.0, None], 1, due=True)
 except Refused as refusal:
     assert "not the same in every process" in str(refusal)
 else:
@@ -72,15 +75,15 @@ image = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_las
 tensors = [*first.parameters(), *last.parameters(), rare, image]
 all_sums = Reductions(group)
 started = []
-begin = reductions._Bucket.start
+begin = groups.RankGroup.start_sum
 
 
-def start(bucket, sums):
-    started.append(tuple(bucket.places))
-    begin(bucket, sums)
+def start(group, values, channel):
+    started.append(len(values))
+    return begin(group, values, channel)
 
 
-reductions._Bucket.start = start
+groups.RankGroup.start_sum = start
 
 
 def whole(x, uses_rare):
@@ -88,33 +91,36 @@ def whole(x, uses_rare):
     return last(hidden).square().sum() + (image * x.sum()).sum()
 
 
-def one_pass(*uses_rare):
+def one_pass(*uses_rare, learns=False, twice=False):
     x = torch.randn(4, 4)
     started.clear()
-    sums = all_sums.of(tensors)
-    with sums.during(len(tensors)):
+    sums = all_sums.of(tensors, learns=learns)
+    with sums.during():
         output = whole(x[2 * rank : 2 * rank + 2], uses_rare[rank])
-        own = torch.autograd.grad(output, tensors, allow_unused=True)
+        output.backward()
+        if twice:  # as a checkpoint does that runs within another one
+            whole(x[2 * rank : 2 * rank + 2], uses_rare[rank]).backward()
     before = len(started)
-    found = sums.finish(own)
+    found = sums.finish()
     parts = [whole(x[2 * each : 2 * each + 2], uses_rare[each]) for each in range(2)]
     expected = torch.autograd.grad(sum(parts), tensors, allow_unused=True)
     for each, other in zip(found, expected):
         assert (each is None) == (other is None)
         if each is not None:
-            torch.testing.assert_close(each, other, rtol=0, atol=1e-12)
+            torch.testing.assert_close(each, (1 + twice) * other, rtol=0, atol=1e-12)
     assert found[-1].stride() == image.stride()
     return before, len(started)
 
 
 assert one_pass(True, True) == (0, 6)  # the first pass finds the order
 assert one_pass(True, True) == (6, 6)  # later, all sums start inside the backward pass
+assert one_pass(True, True, twice=True)[0] == 6
 assert one_pass(False, True)[1] == 6
-one_pass(False, False)
+one_pass(False, False, learns=True)
 assert one_pass(False, False) == (5, 5)
 assert one_pass(True, False) == (5, 6)  # one that was not planned
 reductions.BUCKET = 300
-one_pass(True, True)
+one_pass(True, True, learns=True)
 assert one_pass(True, True) == (2, 2)
 """
 STATISTICS = """
@@ -137,8 +143,7 @@ expected = nn.functional.batch_norm(
 )[cut]
 close(output, expected, rtol=0, atol=1e-12)
 close(own.grad, x.grad[cut], rtol=0, atol=1e-12)
-own = [p.grad for p in shared.parameters()]
-weight, bias = Reductions(group).of([*shared.parameters()]).finish(own)
+weight, bias = Reductions(group).of([*shared.parameters()]).finish()
 close(weight, plain.weight.grad, rtol=0, atol=1e-12)
 close(bias, plain.bias.grad, rtol=0, atol=1e-12)
 close(shared.running_mean, plain.running_mean, rtol=0, atol=1e-12)

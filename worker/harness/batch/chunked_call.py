@@ -543,7 +543,7 @@ class ChunkedCall:
         try:
             found = self._run_again(incoming)
             found.sort(key=lambda pair: pair[0])
-            return self._parts.join_arguments(self.batch, self.inputs, found)
+            return [*self._parts.join_arguments(self.batch, self.inputs, found)]
         finally:
             self._graph = None
             self._drop_arguments()

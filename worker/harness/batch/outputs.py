@@ -87,9 +87,9 @@ class Parts:
 
     def join_arguments(
         self, batch: Batch, inputs: Sequence[int], found: Sequence[tuple[Cut, Gradients]]
-    ) -> Gradients:
+    ) -> list[torch.Tensor]:
         """Return the gradients of the arguments at the positions ``inputs``."""
-        gradients_of_all: Gradients = []
+        gradients_of_all = []
         for position, index in enumerate(inputs):
             whole = torch.zeros_like(batch.leaves[index])
             for (start, stop), gradients in found:

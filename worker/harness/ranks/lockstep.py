@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -25,14 +26,33 @@ OTHER_LABELS = (
 )
 OTHER_PARAMETERS = "the script trains other parameters on each rank"
 FEW = 3
-"""Backward passes at the start whose incoming gradients are compared."""
+"""Calls at the start that are compared."""
+SHARE = 1 / 64
+"""The share of the later calls that is compared."""
 TOLERANCE = 1e-2
-"""Relative difference of two ranks' incoming gradients that rounding on a GPU may make.
+"""Relative difference of two ranks' values that rounding on a GPU may make.
 
 A single wrong label of 1000 makes about 0.03.
 """
 PIECE = 1 << 22
 """Entries of which a digest is computed at a time."""
+
+
+class Comparisons:
+    """Says which calls of a root are compared among the ranks: the first, and some at random.
+
+    What was equal in the first calls is taken for equal until the next comparison. So a step needs
+    one meeting only, that of the sum of its gradients.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._draws = random.Random(0)
+
+    def due(self) -> bool:
+        """Return whether the next call is compared; the same on all ranks."""
+        self._calls += 1
+        return self._calls <= FEW or self._draws.random() < SHARE
 
 
 def same_generators(group: RankGroup) -> None:
@@ -59,12 +79,23 @@ def same_weights(group: RankGroup, module: nn.Module) -> None:
                 each.copy_(values)
 
 
-def same_arguments(group: RankGroup, name: str, batch: Batch) -> Batch:
-    """Return rank 0's arguments. Those that require gradients are the same on all ranks already."""
+def same_arguments(
+    group: RankGroup, name: str, batch: Batch, *, compare: bool = True
+) -> tuple[Batch, bool]:
+    """Return the arguments that all ranks use, and whether they were the same on all ranks.
+
+    If they differ, or without ``compare``, they are rank 0's. Those that require gradients are the
+    same on all ranks already.
+    """
     told = [_described(leaf) for leaf in batch.leaves]
-    first: list[Any] = group.meet(f"a call of {name}", _own(group, told))[0]
+    tensors = [leaf for leaf, (kind, _) in zip(batch.leaves, told, strict=True) if kind == "tensor"]
+    own = (sha256(pickle.dumps(told)).digest(), [*map(_digest, tensors)]) if compare else None
+    said = group.meet(f"a call of {name}", (_own(group, told), own))
+    first: list[Any] = said[0][0]
     if len(first) != len(batch.leaves):
         raise Refused("the ranks call the model with other arguments", "ranks")
+    if compare and all(_alike(each, said[0][1]) for _, each in said):
+        return batch, True
     leaves = []
     for leaf, (kind, value) in zip(batch.leaves, first, strict=True):
         if kind == "tensor":
@@ -74,7 +105,14 @@ def same_arguments(group: RankGroup, name: str, batch: Batch) -> Batch:
         elif kind == "value":
             leaf = value
         leaves.append(leaf)
-    return Batch(leaves, batch.spec)
+    return Batch(leaves, batch.spec), False
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two ranks have said the same of their arguments."""
+    if one[0] != other[0] or len(one[1]) != len(other[1]):
+        return False
+    return not any(map(_differ, one[1], other[1]))
 
 
 def _own(group: RankGroup, value: Any) -> Any:
@@ -126,19 +164,17 @@ class LabelCheck:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._passes = 0
         self._planned: object = None
         """The sums on which all ranks have agreed last."""
 
-    def __call__(self, cotangents: Sequence[torch.Tensor | None], planned: object) -> None:
+    def __call__(
+        self, cotangents: Sequence[torch.Tensor | None], planned: object, *, due: bool
+    ) -> None:
         """Compare the gradients of the outputs; raise ``Refused`` on all ranks if they differ.
 
-        ``planned``: what else must be equal, the sums that the pass will make.
-        Only the first passes are compared, and then ever fewer: passes 4, 8, 16 and so on. A pass
-        with other sums than the one before is compared too.
+        ``planned``: what else must be equal, the sums that the pass will make. A pass that is not
+        ``due`` is compared if it has other sums than the one before.
         """
-        self._passes += 1
-        due = self._passes <= FEW or self._passes & (self._passes - 1) == 0
         if not due and planned == self._planned:
             return
         own = [None if each is None else _digest(each) for each in cotangents]
@@ -155,7 +191,7 @@ def _digest(tensor: torch.Tensor) -> tuple[float, float]:
     """Return the sum of a tensor's entries with fixed weights from -1 to 1, and its norm.
 
     The weights look random. If two tensors differ in all entries, their sums differ by about the
-    norm.
+    norm. The norm of integers counts as 0: nothing of them is rounded.
     """
     flat = tensor.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
@@ -164,6 +200,8 @@ def _digest(tensor: torch.Tensor) -> tuple[float, float]:
         places = torch.arange(start, start + len(part), device=flat.device, dtype=torch.int64)
         weights = (places * 2654435761) % (1 << 20) / (1 << 19) - 1
         total += (part * weights).sum()
+    if not flat.is_floating_point():
+        return float(total), 0.0
     return float(total), float(
         flat.double().norm() if flat.numel() <= PIECE else flat.float().norm()
     )

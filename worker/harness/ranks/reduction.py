@@ -1,10 +1,10 @@
 """Sums gradients over the ranks, while the backward pass still computes others.
 
-Gradients lie in *buckets*, vectors that are summed in one message each. A hook on each parameter
-replaces its complete gradient by a place in a bucket. One copy fills the bucket once it has all of
-them. Each rank starts the sums in the same order, so a full bucket waits for those before it. The
-order is that in which the gradients of the last backward pass were complete on rank 0. The
-gradients that autograd gets are views of the buckets.
+Gradients lie in *buckets*, vectors that are summed in one message each. Each rank starts the sums
+in the same order, that in which rank 0 completed the gradients when the ranks were last compared.
+A hook on the last parameter of each bucket copies the gradients to their places and starts the sum,
+so most parameters need no Python during backward. A bucket that still lacks a gradient waits for
+the next hook, or for the end. The gradients that autograd gets are views of the buckets.
 
 Source: https://arxiv.org/abs/2006.15704, section 3.2.
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -28,7 +29,7 @@ ALIGNMENT = 256
 """Bytes of which the place of a gradient is a multiple; vectorized kernels need up to 16."""
 SPARSE = "the model has sparse gradients, which are not summed over ranks"
 
-Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+Gradient = torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,26 @@ class Reductions:
     def __init__(self, group: RankGroup, *, apart: bool = False) -> None:
         """Create it for ``group``; ``apart``: backward passes send other messages too."""
         self._sums = Sums(group, group.channel() if apart else None)
-        self._kinds: list[Kind] = []
-        """The tensors of the last backward pass."""
-        self._order: list[int] = []
-        """Those that had gradients, in the order in which rank 0 completed them."""
+        self._parameters: list[ref[torch.Tensor]] = []
+        """The parameters of the last backward pass."""
+        self._buckets: list[Bucket] = []
+        """Where their gradients lie, in the order of the sums."""
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> Reduction:
-        """Return the reduction of a backward pass; ``tensors``: those that get gradients."""
-        kinds = [_kind(each) for each in tensors]
-        order = self._order if kinds == self._kinds else []
-        return Reduction(self._sums, tensors, order, self._keep)
+    def of(self, parameters: Sequence[torch.Tensor], *, learns: bool = True) -> Reduction:
+        """Return the reduction of a backward pass; ``parameters``: those that get gradients.
 
-    def _keep(self, tensors: Sequence[torch.Tensor], order: list[int]) -> None:
-        self._kinds, self._order = [_kind(each) for each in tensors], order
+        ``learns``: the pass finds the order of the sums anew, which takes a hook on each parameter.
+        """
+        known = len(parameters) == len(self._parameters) and all(
+            each() is own for each, own in zip(self._parameters, parameters, strict=True)
+        )
+        if not known:
+            learns = True
+            self._parameters, self._buckets = [*map(ref, parameters)], []
+        return Reduction(self._sums, parameters, self._buckets, self._keep if learns else None)
+
+    def _keep(self, made: list[Bucket]) -> None:
+        self._buckets = made
 
 
 class Reduction:
@@ -71,166 +79,165 @@ class Reduction:
     def __init__(
         self,
         sums: Sums,
-        tensors: Sequence[torch.Tensor],
-        order: Sequence[int],
-        keep: Callable[[Sequence[torch.Tensor], list[int]], None],
+        parameters: Sequence[torch.Tensor],
+        planned: Sequence[Bucket],
+        learn: Callable[[list[Bucket]], None] | None,
     ) -> None:
         self._sums = sums
-        self._tensors = tensors
-        self._order = order
-        self._keep = keep
-        self._buckets = [_Bucket(tensors, each) for each in buckets(tensors, order)]
-        self._places = {i: bucket for bucket in self._buckets for i in bucket.places}
-        self._started = 0
-        """Number of buckets whose sum has started."""
+        self._parameters = parameters
+        self._buckets = planned
+        self._learn = learn
+        self._started: list[Sum] = []
+        self._missing: list[int] = []
+        """The parameters with a place in a sum that have no gradient here."""
         self._completed: list[int] = []
-        """The gradients in the order in which this rank completed them."""
+        """The gradients in the order in which this rank completed them, if the pass learns it."""
+        self._sparse = False
 
     @property
     def planned(self) -> tuple[int, int]:
-        """What must be the same on all ranks: the number of tensors, and of planned sums."""
-        return len(self._tensors), len(self._buckets)
+        """What must be the same on all ranks: the number of parameters, and of planned sums."""
+        return len(self._parameters), len(self._buckets)
 
     @contextmanager
-    def during(self, count: int) -> Iterator[None]:
-        """Start sums within this context, a backward pass, for the first ``count`` tensors."""
-        hooks = [self._tensors[i].register_hook(self._hook(i)) for i in range(count)]
+    def during(self) -> Iterator[None]:
+        """Start sums within this context, one backward pass that adds to empty ``.grad``."""
+        last = {bucket.positions[-1] for bucket in self._buckets}
+        watched = last if self._learn is None else range(len(self._parameters))
+        hooks = [
+            self._parameters[i].register_post_accumulate_grad_hook(self._hook(i, i in last))
+            for i in watched
+        ]
         try:
             yield
         finally:
             for each in hooks:
                 each.remove()
 
-    def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the sum over ranks of each gradient; ``None`` if no rank has one.
+    def finish(self, others: Sequence[torch.Tensor] = ()) -> list[Gradient]:
+        """Take the gradients from ``.grad`` and return their sums over the ranks.
 
-        A gradient that is missing on one rank only counts as zero: the samples of another rank may
-        have taken another route. Raises ``Refused`` on all ranks if one has a sparse gradient.
+        A gradient is ``None`` if no rank has one. One that is missing on a rank counts as zero: the
+        samples of another rank may have taken another route. ``others``: tensors to sum too, whose
+        sums come last. Raises ``Refused`` on all ranks if one has a sparse gradient.
         """
-        missing = [i for i, each in enumerate(gradients) if each is None]
-        sparse = any(each is not None and each.layout is not torch.strided for each in gradients)
-        if not sparse:
-            for i, gradient in enumerate(gradients):
-                self._add(i, gradient)
-        self._start(len(self._buckets))
-        order = None if self._completed == self._order else self._completed
-        said = self._sums.group.meet("the sum of gradients", (missing, sparse, order))
-        if any(each for _, each, _ in said):
+        while len(self._started) < len(self._buckets):
+            self._start()
+        rest = [i for i, each in enumerate(self._parameters) if each.grad is not None]
+        self._sparse |= any(_is_sparse(self._parameters[i].grad) for i in rest)
+        order = self._completed if self._learn is not None else None
+        said = self._sums.group.meet(
+            "the sum of gradients", (self._missing, rest, self._sparse, order)
+        )
+        if any(sparse for _, _, sparse, _ in said):
             raise Refused(SPARSE, "ranks")
-        nowhere = set(missing).intersection(*(others for others, _, _ in said))
-        wanted = set(range(len(gradients))).difference(nowhere)
-        others = sorted(wanted.difference(self._places))
-        late = [_Bucket(self._tensors, each) for each in buckets(self._tensors, others)]
-        for bucket in late:
-            for i in bucket.places:
-                bucket.add(i, gradients[i])
-            bucket.start(self._sums)
-        found: list[torch.Tensor | None] = [None] * len(gradients)
-        for bucket in (*self._buckets, *late):
-            bucket.wait()
-            for i in wanted.intersection(bucket.places):
-                found[i] = bucket.view(i)
-        first = self._order if said[0][2] is None else said[0][2]
-        self._keep(self._tensors, [i for i in first if i in wanted])
-        return found
+        nowhere = set(self._missing).intersection(*(missing for missing, _, _, _ in said))
+        late = sorted(set().union(*(found for _, found, _, _ in said)))
+        tensors = [*(self._parameters[i] for i in late), *others]
+        values = [*(self._take(i) for i in late), *others]
+        sums = [Sum(each, values, self._sums) for each in _planned(tensors, range(len(tensors)))]
+        found: list[Gradient] = [None] * len(self._parameters)
+        for each in self._started:
+            for i, view in each.wait():
+                found[i] = None if i in nowhere else view
+        summed: dict[int, torch.Tensor] = {}
+        for each in sums:
+            summed.update(each.wait())
+        for number, i in enumerate(late):
+            before = found[i]
+            found[i] = summed[number] if before is None else before + summed[number]
+        if self._learn is not None:
+            first = said[0][3]
+            whole_order = dict.fromkeys([*first, *reversed(range(len(found)))])
+            self._learn(
+                _planned(self._parameters, [i for i in whole_order if found[i] is not None])
+            )
+        return [*found, *(summed[len(late) + number] for number in range(len(others)))]
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        def complete(gradient: torch.Tensor) -> torch.Tensor | None:
-            self._completed.append(index)
-            if gradient.layout is not torch.strided:
-                return None
-            bucket = self._places.get(index)
-            if bucket is None:
-                return None
-            bucket.add(index, gradient)
-            if bucket.full:
-                self._start(self._ready())
-            return bucket.view(index)
+    def _hook(self, index: int, last: bool) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter; ``last``: it is the last one of a bucket."""
+
+        def complete(parameter: torch.Tensor) -> None:
+            if self._learn is not None:
+                self._completed.append(index)
+            while (
+                last
+                and len(self._started) < len(self._buckets)
+                and all(
+                    self._parameters[i].grad is not None
+                    for i in self._buckets[len(self._started)].positions
+                )
+            ):
+                self._start()
 
         return complete
 
-    def _add(self, index: int, gradient: torch.Tensor | None) -> None:
-        bucket = self._places.get(index)
-        if bucket is not None and gradient is not None:
-            bucket.add(index, gradient)
+    def _start(self) -> None:
+        """Start the next sum; gradients that are missing count as zero."""
+        bucket = self._buckets[len(self._started)]
+        values = {i: self._take(i) for i in bucket.positions}
+        self._missing += [i for i, each in values.items() if each is None]
+        self._started.append(Sum(bucket, values, self._sums))
 
-    def _ready(self) -> int:
-        """Return the number of buckets at the start of the order whose sums can have started."""
-        found = self._started
-        while found < len(self._buckets) and self._buckets[found].full:
-            found += 1
+    def _take(self, index: int) -> Gradient:
+        """Return a gradient, and leave none; later parts of it are summed at the end."""
+        parameter = self._parameters[index]
+        found, parameter.grad = parameter.grad, None
+        if _is_sparse(found):
+            self._sparse = True
+            return None
         return found
 
-    def _start(self, until: int) -> None:
-        while self._started < until:
-            self._buckets[self._started].start(self._sums)
-            self._started += 1
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where gradients of one type and device lie, one after another in one vector."""
+
+    positions: tuple[int, ...]
+    """The positions of the tensors, whose gradients lie there."""
+    places: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+    """The shape, the strides and the first entry of each."""
+    entries: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> Bucket:
+        """Return the bucket of the tensors at ``positions``, in the memory format of each."""
+        places, size = [], 0
+        for each in (tensors[i] for i in positions):
+            places.append((each.shape, _strides(each), size))
+            entries = ALIGNMENT // each.element_size()
+            size += ceil(each.numel() / entries) * entries
+        first = tensors[positions[0]]
+        return cls(tuple(positions), tuple(places), size, first.dtype, first.device)
 
 
-class _Bucket:
-    """Gradients of one type and device, one after another in one vector."""
+class Sum:
+    """The sum over ranks of the gradients in one bucket, which runs."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], positions: Iterable[int]) -> None:
-        self._like = {i: tensors[i] for i in positions}
-        self.places: dict[int, int] = {}
-        """The first entry of each gradient, by its position among all tensors."""
-        self._size = 0
-        for i, tensor in self._like.items():
-            self.places[i] = self._size
-            entries = ALIGNMENT // tensor.element_size()
-            self._size += ceil(tensor.numel() / entries) * entries
-        self._values: torch.Tensor | None = None
-        self._views: dict[int, torch.Tensor] = {}
-        self._added: set[int] = set()
-        self._waiting: dict[int, torch.Tensor] = {}
-        """The gradients that are still to be copied to their places."""
-        self._work: Any = None
+    def __init__(self, bucket: Bucket, gradients: Any, sums: Sums) -> None:
+        """Start it; ``gradients``: by position. ``None`` counts as zero."""
+        self._bucket = bucket
+        values = torch.empty(bucket.entries, dtype=bucket.dtype, device=bucket.device)
+        self._views = [values.as_strided(*each) for each in bucket.places]
+        given = []
+        with torch.no_grad():
+            for i, view in zip(bucket.positions, self._views, strict=True):
+                gradient = gradients[i]
+                if gradient is None:
+                    view.zero_()
+                else:
+                    given.append((view, gradient))
+            if given:
+                views, own = zip(*given, strict=True)
+                torch._foreach_copy_(views, own)
+        self._work = sums.start(values)
 
-    @property
-    def full(self) -> bool:
-        """Whether all gradients are there."""
-        return len(self._added) == len(self.places)
-
-    def add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Take a gradient, unless it is there; zeros for ``None``. The last one fills the places.
-
-        Only then do the places have values.
-        """
-        if index in self._added:
-            return
-        self._added.add(index)
-        if gradient is None:
-            self.view(index).zero_()
-        else:
-            self._waiting[index] = gradient
-        if self.full and self._waiting:
-            with torch.no_grad():
-                torch._foreach_copy_(
-                    [self.view(each) for each in self._waiting], list(self._waiting.values())
-                )
-            self._waiting.clear()
-
-    def view(self, index: int) -> torch.Tensor:
-        """Return the place of a gradient, in the memory format of its tensor."""
-        found = self._views.get(index)
-        if found is None:
-            like = self._like[index]
-            if self._values is None:
-                self._values = like.new_empty(self._size)
-            found = self._values.as_strided(like.shape, _strides(like), self.places[index])
-            self._views[index] = found
-        return found
-
-    def start(self, sums: Sums) -> None:
-        """Start the sum over ranks; gradients that are missing count as zero."""
-        for i in self.places:
-            self.add(i, None)
-        assert self._values is not None, "a bucket has gradients"
-        self._work = sums.start(self._values)
-
-    def wait(self) -> None:
-        """Let what comes next see the sum."""
+    def wait(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Let what comes next see the sum; return each gradient with its position."""
         self._work.wait()
+        return zip(self._bucket.positions, self._views, strict=True)
 
 
 def buckets(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> Iterator[list[int]]:
@@ -256,8 +263,12 @@ class _Open:
     size: int = 0
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _planned(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[Bucket]:
+    return [Bucket.of(tensors, each) for each in buckets(tensors, order)]
+
+
+def _is_sparse(gradient: Gradient) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:

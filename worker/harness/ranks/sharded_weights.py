@@ -32,10 +32,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward, Undo, WeightShards, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.batch.outputs import Gradients
-from autofit.worker.harness.patching.observers import plain_backward
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
-from autofit.worker.harness.ranks.reduction import Reduction
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters
 from autofit.worker.harness.ranks.shared_call import (
     SharedCall,
@@ -107,7 +104,15 @@ class ShardedWeights:
 
     # --- calls -----------------------------------------------------------------------------
 
-    def call(self, shared: SharedRoot, run: Forward, batch: Batch, layout: Layout | None) -> Any:
+    def call(
+        self,
+        shared: SharedRoot,
+        run: Forward,
+        batch: Batch,
+        layout: Layout | None,
+        *,
+        compared: bool,
+    ) -> Any:
         """Run a training call: divided by ``layout``, or whole on every rank."""
         self._whole.check()
         if shared.seams.compiles_functions:
@@ -119,7 +124,7 @@ class ShardedWeights:
             pages.settle()
         self._refuse_other_parameters()
         if layout is not None:
-            call = ShardedCall(shared, self, run, batch, layout)
+            call = ShardedCall(shared, self, run, batch, layout, compared=compared)
             if call.divides:
                 call.forward()
                 return call.outputs()
@@ -327,8 +332,10 @@ class ShardedCall(SharedCall):
         run: Forward,
         batch: Batch,
         layout: Layout,
+        *,
+        compared: bool,
     ) -> None:
-        super().__init__(root, run, batch, layout)
+        super().__init__(root, run, batch, layout, compared=compared)
         self._weights = weights
         self.parameters = [nn.Parameter(torch.empty(0))]  # autograd follows a call by its inputs
 
@@ -339,22 +346,12 @@ class ShardedCall(SharedCall):
     def _forward(self) -> tuple[list[Any], TreeSpec]:
         """Return the outputs of this rank's slice. All ranks must take the same way."""
         found = super()._forward()
+        if not self._compared:
+            return found
         group = self._root.group
         if len(set(group.meet(f"the blocks of {self._root.name}", self._weights.called()))) > 1:
             raise Refused(OTHER_WAY, STRATEGY)
         return found
-
-    def _differentiate(
-        self,
-        outputs: list[torch.Tensor],
-        shares: list[torch.Tensor],
-        keeps: bool,
-        reduction: Reduction,
-    ) -> tuple[Gradients, Gradients]:
-        """Return this slice's gradients of its arguments."""
-        if outputs:
-            plain_backward(outputs, shares, retain_graph=keeps)
-        return [None], [each.grad for each in self._arguments]
 
 
 class _Scaled(torch.autograd.Function):

@@ -11,9 +11,9 @@ A call whose batch cannot be divided runs whole on every rank, without a sum.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -27,17 +27,18 @@ from autofit.strategies.base import Deferred, Forward
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
 from autofit.worker.harness.batch.outputs import Gradients, Parts
-from autofit.worker.harness.patching.observers import Seams, inside, plain_backward, plain_grad
+from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
 from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.lockstep import (
+    Comparisons,
     LabelCheck,
     own_draws,
     same_arguments,
     same_generators,
     same_weights,
 )
-from autofit.worker.harness.ranks.reduction import Reduction, Reductions
+from autofit.worker.harness.ranks.reduction import Reductions
 from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.modules import transformed, without_hooks_of_script
@@ -50,6 +51,7 @@ from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
+OTHER_STRUCTURE = "the model's output has another structure for a part of the batch"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
 
 
@@ -68,6 +70,10 @@ class Owner(Protocol):
     def accumulates(self) -> bool:
         """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The model's parameters that require gradients, as of the last call of ``layout``."""
+
     def layout(self, batch: Batch) -> Layout:
         """Return how a call is divided; raise ``Refused`` if it cannot be."""
 
@@ -75,7 +81,15 @@ class Owner(Protocol):
 class Sharded(Protocol):
     """Runs the calls of a root whose weights are sharded (``sharded_weights.ShardedWeights``)."""
 
-    def call(self, shared: SharedRoot, run: Forward, batch: Batch, layout: Layout | None) -> Any:
+    def call(
+        self,
+        shared: SharedRoot,
+        run: Forward,
+        batch: Batch,
+        layout: Layout | None,
+        *,
+        compared: bool,
+    ) -> Any:
         """Run a training call, divided by ``layout`` or whole on every rank."""
 
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
@@ -90,6 +104,9 @@ class SharedRoot:
         self.seams = seams
         self.group = group
         self.labels = LabelCheck(group)
+        self._comparisons = Comparisons()
+        self._follows = False
+        """The arguments were not the same on all ranks: each call uses those of rank 0."""
         joins = has_batch_norm(owner.module)
         self.statistics = SharedStatistics(seams.patches) if joins else None
         self.reductions = Reductions(group, apart=joins)
@@ -127,17 +144,23 @@ class SharedRoot:
         return call
 
     def _call(self, run: Forward, args: Any, kwargs: Any) -> Any:
-        batch = same_arguments(self.group, self.name, Batch.of(args, kwargs))
+        compared = self._comparisons.due()
+        if compared or self._follows:
+            batch = Batch.of(args, kwargs)
+            batch, same = same_arguments(self.group, self.name, batch, compare=not self._follows)
+            self._follows = not same
+            args, kwargs = batch.call(batch.leaves)
+        else:
+            self.group.announce(f"a call of {self.name}")
         if self._stale:
             same_weights(self.group, self.owner.module)
             self._stale = False
-        args, kwargs = batch.call(batch.leaves)
         batch = Batch.of(args, without_cache(self.owner.module, kwargs))
         layout = self._layout(batch)
         if self.sharded is not None:
-            return self.sharded.call(self, run, batch, layout)
+            return self.sharded.call(self, run, batch, layout, compared=compared)
         if layout is not None:
-            call = SharedCall(self, run, batch, layout)
+            call = SharedCall(self, run, batch, layout, compared=compared)
             if call.divides:
                 start = RandomState.now()
                 failed = call.forward()
@@ -199,12 +222,27 @@ class _Output:
             return cls(output.shape, output.dtype, output.requires_grad, None)
         return cls(None, None, False, output)
 
+    def of_samples(self, dim: int, own: Cut, other: Cut) -> _Output:
+        """Return the description for the samples ``other``, where this one is for ``own``."""
+        if self.shape is None:
+            return self
+        rows, rest = divmod(self.shape[dim], own[1] - own[0])
+        if rest:
+            raise Refused("an output does not have the same number of rows for each sample")
+        shape = [*self.shape]
+        shape[dim] = rows * (other[1] - other[0])
+        return replace(self, shape=torch.Size(shape))
+
 
 class SharedCall:
     """One call of a root, divided among ranks: its forward pass and its backward pass."""
 
-    def __init__(self, root: SharedRoot, run: Forward, batch: Batch, layout: Layout) -> None:
+    def __init__(
+        self, root: SharedRoot, run: Forward, batch: Batch, layout: Layout, *, compared: bool
+    ) -> None:
+        """``compared``: the ranks compare what they find in this call."""
         self._root = root
+        self._compared = compared
         self._run = run
         self._batch = batch
         self._layout = layout
@@ -216,7 +254,7 @@ class SharedCall:
         tensors = ((i, x) for i, x in enumerate(batch.leaves) if isinstance(x, torch.Tensor))
         self._inputs = [i for i, tensor in tensors if tensor.requires_grad]
         """Positions of the arguments that require gradients."""
-        self.parameters = [p for p in root.owner.module.parameters() if p.requires_grad]
+        self.parameters: Sequence[nn.Parameter] = root.owner.trained
         self._arguments: list[torch.Tensor] = []
         """This rank's slices of the arguments that require gradients."""
         self._local: list[Any] | None = None
@@ -247,8 +285,15 @@ class SharedCall:
 
         A slice may lack what its samples refer to, such as pictures in a list of their own. The
         error is raised if forwards communicate or change state, or if plans are compared.
+
+        The ranks tell each other of their outputs, unless this call is like one before it: then
+        each rank knows the shapes of the others' from its own.
         """
         self._root.calls += 1
+        if not (self._compared or self._refers_to_others):
+            self._local, self._spec = self._forward()
+            self._said = self._expected(self._local)
+            return ""
         own: list[_Output] | str
         try:
             self._local, self._spec = self._forward()
@@ -264,6 +309,28 @@ class SharedCall:
         said = self._root.group.meet(f"the outputs of {self._root.name}", own)
         self._said = [each for each in said if isinstance(each, list)]
         return next((each for each in said if isinstance(each, str)), "")
+
+    @property
+    def _refers_to_others(self) -> bool:
+        """Whether an argument without the batch's dimension may belong to some samples only."""
+        return any(
+            isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+            for i, leaf in enumerate(self._batch.leaves)
+            if i not in self._layout.batched
+        )
+
+    def _expected(self, local: list[Any]) -> list[list[_Output]]:
+        """Return what each rank's outputs are like, if each sample has as many rows as here."""
+        if len(local) != len(self._layout.joins):
+            raise Refused(OTHER_STRUCTURE)
+        own = [_Output.of(each) for each in local]
+        return [
+            [
+                each.of_samples(join.dim, self._cut, cut) if join.rows else each
+                for each, join in zip(own, self._layout.joins, strict=True)
+            ]
+            for cut in self._cuts
+        ]
 
     def outputs(self) -> Any:
         """Return the outputs of the whole batch."""
@@ -295,7 +362,8 @@ class SharedCall:
         with self._together(), draws:
             output = self._run(*args, **kwargs)
         outputs, spec = flatten(output)
-        refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
+        if self._compared:
+            refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
         return outputs, spec
 
     def _trained(self) -> Iterable[torch.Tensor]:
@@ -317,7 +385,7 @@ class SharedCall:
         """
         group = self._root.group
         if any(len(each) != len(self._layout.joins) for each in said):
-            raise Refused("the model's output has another structure for a part of the batch")
+            raise Refused(OTHER_STRUCTURE)
         self._tracked = [
             i
             for i, column in enumerate(zip(*said, strict=True))
@@ -373,9 +441,8 @@ class SharedCall:
         local = self._local
         if local is None:
             raise RuntimeError(TWICE)
-        inputs = [self._batch.leaves[i].detach() for i in self._inputs]
-        reduction = self._root.reductions.of([*self.parameters, *inputs])
-        self._root.labels(cotangents, reduction.planned)
+        reduction = self._root.reductions.of(self.parameters, learns=self._compared)
+        self._root.labels(cotangents, reduction.planned, due=self._compared)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         shares = self._parts.shares(self._batch, incoming, self._cut)
         for i in shares:
@@ -389,49 +456,30 @@ class SharedCall:
         keeps = self._root.seams.keeps_graph
         if not keeps:
             self._local = None
+        outputs, received = [local[i] for i in wanted], [shares[i] for i in wanted]
+        targets = [*self.parameters, *self._arguments]
         hidden = without_hooks_of_script(self.parameters)
-        with inside(self._root.seams), self._together(), hidden:
-            of_parameters, of_arguments = self._differentiate(
-                [local[i] for i in wanted], [shares[i] for i in wanted], keeps, reduction
-            )
-        found = self._parts.join_arguments(self._batch, self._inputs, [(self._cut, of_arguments)])
-        return reduction.finish([*of_parameters, *found])
+        with inside(self._root.seams), self._together(), hidden, _without_gradients(targets):
+            if outputs and targets:
+                # A call in chunks adds several times; only the last sum is complete.
+                chunks = self._root.owner.accumulates
+                with nullcontext() if chunks else reduction.during():
+                    plain_backward(outputs, received, retain_graph=keeps)
+            found = [(self._cut, [each.grad for each in self._arguments])]
+            return reduction.finish(self._parts.join_arguments(self._batch, self._inputs, found))
 
-    def _differentiate(
-        self,
-        outputs: list[torch.Tensor],
-        shares: list[torch.Tensor],
-        keeps: bool,
-        reduction: Reduction,
-    ) -> tuple[Gradients, Gradients]:
-        """Return this slice's gradients of the parameters, and of its arguments."""
-        targets = [*self.parameters, *self._arguments]
-        if not outputs or not targets:
-            return [None] * len(self.parameters), [None] * len(self._arguments)
-        count = len(self.parameters)
-        if self._root.owner.accumulates:
-            gradients = self._accumulated(outputs, shares, keeps)
-        else:
-            with reduction.during(count):
-                gradients = list(
-                    plain_grad(outputs, targets, shares, retain_graph=keeps, allow_unused=True)
-                )
-        return gradients[:count], gradients[count:]
 
-    def _accumulated(
-        self, outputs: list[torch.Tensor], shares: list[torch.Tensor], keeps: bool
-    ) -> Gradients:
-        """Differentiate a call in chunks, which adds its gradients to an empty ``.grad``."""
-        targets = [*self.parameters, *self._arguments]
-        before = [each.grad for each in targets]
-        for each in targets:
-            each.grad = None
-        try:
-            plain_backward(outputs, shares, retain_graph=keeps)
-            return [each.grad for each in targets]
-        finally:
-            for each, gradient in zip(targets, before, strict=True):
-                each.grad = gradient
+@contextmanager
+def _without_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let ``.grad`` of all tensors be empty within this context; put them back after it."""
+    before = [(each, each.grad) for each in tensors]
+    for each, _ in before:
+        each.grad = None
+    try:
+        yield
+    finally:
+        for each, gradient in before:
+            each.grad = gradient
 
 
 def refuse_unknown_tensors(outputs: Iterable[Any], known: Iterable[torch.Tensor]) -> None:

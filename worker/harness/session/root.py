@@ -136,6 +136,11 @@ class HarnessRoot:
         return unwrapped(self.outer)
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """The model's parameters that require gradients, as of the last call of ``layout``."""
+        return self._watch.trained
+
+    @property
     def strict(self) -> bool:
         """Whether a technique must fail instead of falling back: its plan is measured."""
         return self._policy.strict

@@ -49,6 +49,8 @@ class ModuleWatch:
         self._readers: list[tuple[Reader, Reader]] = []
         """Each pair reads the plain and the other attributes of one module."""
         self._tensors: list[nn.Parameter | None] = []
+        self.trained: list[nn.Parameter] = []
+        """The parameters that require gradients, as of the last look."""
         self._buffers: list[Any] = []
         self._marks: list[object] = []
         self._values: list[Any] = []
@@ -98,6 +100,8 @@ class ModuleWatch:
         self._readers = [*map(_readers, map(_attributes, modules))]
         self._tensors, self._buffers = _items(_parameters, modules), _items(_buffers, modules)
         self._marks, self._values = self._read_marks(modules), self._read_values(modules)
+        parameters = dict.fromkeys(each for each in self._tensors if each is not None)
+        self.trained = [each for each in parameters if each.requires_grad]
         self._plain = None
         self.version += 1
         self.structure += 1

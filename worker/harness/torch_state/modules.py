@@ -115,7 +115,8 @@ def hooks_of_script(parameter: torch.Tensor) -> list[Any]:
 @contextmanager
 def without_hooks_of_script(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Let the script's hooks on gradients wait: those of this context are parts of them."""
-    held = [(hooks, dict(hooks)) for p in parameters if (hooks := p._backward_hooks)]
+    kinds = ((p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters)
+    held = [(hooks, dict(hooks)) for both in kinds for hooks in both if hooks]
     for hooks, before in held:
         for key, hook in before.items():
             if not _is_ours(hook):
