@@ -43,8 +43,8 @@ ranks have sent ``Agreeing``. To a prepared child it also sends the ``LaunchRequ
 child is used. When the pipe breaks, the child ends.
 """
 
-STAND_IN = "autofit.worker.cluster.stand_in"
-"""The program that stands for a rank on another host."""
+Message = Agreed | Answer | LaunchRequest
+"""What a parent sends a child after the ``ChildSpec``."""
 EXIT_SECONDS = 3.0
 """Seconds a child has to flush its output and exit after its last event."""
 _KILL_SECONDS = 10.0
@@ -236,7 +236,7 @@ class Child:
         """Give the child ``seconds`` to exit by itself, then kill its process group."""
         self._after(seconds, self.kill)
 
-    def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
+    def answer(self, answer: Message) -> None:
         """Send the child the answer that it is waiting for."""
         with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
             self.held.control.send(answer)
@@ -348,13 +348,6 @@ class Child:
 def python(program: Path) -> list[str]:
     """Return the command that runs ``program`` in a new process of this interpreter."""
     return [sys.executable, str(program)]
-
-
-def command_of(spec: ChildSpec, harness: list[str]) -> list[str]:
-    """Return the command of a rank: ``harness``, or its stand-in if it runs on another host."""
-    if spec.host is None:
-        return harness
-    return [sys.executable, "-P", "-m", STAND_IN]  # nothing from the working directory
 
 
 def adopt_orphans() -> None:

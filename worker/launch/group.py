@@ -10,23 +10,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from autofit.worker.launch.child import EXIT_SECONDS, Child, Tail, bury_orphans, command_of
+from autofit.worker.launch.child import EXIT_SECONDS, Child, Message, Tail, bury_orphans
 from autofit.worker.launch.reaper import Process, kill_until_gone, with_descendants
+from autofit.worker.launch.tasks import Rank, RankTask
 from autofit.worker.records.trials import (
     Agreed,
     Agreeing,
-    Answer,
-    ChildSpec,
     Event,
     Finished,
-    LaunchRequest,
     OutOfMemory,
     PlanEnded,
     PlanStarted,
@@ -42,24 +40,46 @@ _KILL_SECONDS = 10.0
 """Seconds to wait for killed processes to disappear."""
 
 
+R = TypeVar("R")
+E = TypeVar("E")
+
+
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class Ended:
     """A rank has ended; ``error`` is the exception of the thread that read its events, if any."""
 
     error: BaseException | None = None
 
 
-class Group:
-    """Ranks 0 to ``len(environments) - 1`` of a launch, with the interface of ``Child``.
+def listen(
+    rank: R, events: Iterator[E], received: SimpleQueue[tuple[R, E | Ended]]
+) -> threading.Thread:
+    """Put the events of ``rank`` into ``received``, then ``Ended``; return the thread that does."""
 
-    ``lone`` as for ``Child``. Raises ``WorkerError`` when the system cannot start a process.
+    def run() -> None:
+        error = None
+        try:
+            for event in events:
+                received.put((rank, event))
+        except BaseException as raised:  # noqa: BLE001 - the reader of ``received`` raises it again
+            error = raised
+        received.put((rank, Ended(error)))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+class Group:
+    """The ranks of a launch, with the interface of ``Child``.
+
+    ``lone`` as for ``Child``. Raises ``WorkerError`` when a process cannot be started.
     """
 
     def __init__(
         self,
         command: list[str],
-        specs: Sequence[ChildSpec],
-        environments: Sequence[Mapping[str, str]],
+        tasks: Sequence[RankTask],
         *,
         lone: bool = False,
         uid: int | None = None,
@@ -70,21 +90,26 @@ class Group:
         """This object ended the ranks; their later events say nothing about the script."""
         self._limit: threading.Timer | None = None
         self._listeners: list[threading.Thread] = []
-        self._received: SimpleQueue[tuple[Child, Event | _Ended]] = SimpleQueue()
+        self._received: SimpleQueue[tuple[Rank, Event | Ended]] = SimpleQueue()
         self._agreeing: dict[int, Agreeing] = {}
         self._finished: dict[int, Finished] = {}
-        self._followers: list[tuple[Child, Raised]] = []
+        self._followers: list[tuple[Rank, Raised]] = []
         """Ranks that only reported another rank's end, with their reports."""
-        self._culprit: Child | None = None
+        self._culprit: Rank | None = None
         """The rank that failed first."""
         self._index = 0
-        self._report_seconds = report_seconds(specs)
-        self._ranks: list[Child] = []
+        self._report_seconds = report_seconds(tasks)
+        self._timers: list[threading.Timer] = []
+        self._ranks: list[Rank] = []
         with ExitStack() as stack:
-            for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
-                program = command_of(spec, command)
-                child = Child.start(program, replace(spec, rank=rank), environment, uid=uid)
-                self._ranks.append(stack.enter_context(child))
+            for task in tasks:
+                rank: Rank
+                if task.host is None:
+                    rank = Child.start(command, task.spec, task.environment, uid=uid)
+                else:
+                    rank = task.host.start(task.spec, task.environment)
+                stack.callback(rank.end)
+                self._ranks.append(rank)
             stack.pop_all()
         self.speaker = self._ranks[0]
         """The rank that sent the last event of ``events``."""
@@ -120,7 +145,7 @@ class Group:
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the processes that this object started."""
-        return tuple(child.pid for child in self._ranks)
+        return tuple(pid for rank in self._ranks for pid in rank.pids)
 
     def limit(self, seconds: float | None) -> None:
         """Kill all ranks after ``seconds``; a call restarts the timer, ``None`` removes it."""
@@ -128,16 +153,13 @@ class Group:
             self._limit.cancel()
             self._limit = None
         if seconds is not None:
-            self._limit = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._time_out)
-            self._limit.daemon = True
-            self._limit.start()
+            self._limit = self._after(seconds, self._time_out)
 
     def linger(self, seconds: float) -> None:
         """Give the ranks ``seconds`` to exit by themselves, then kill them."""
-        for child in self._ranks:
-            child.linger(seconds)
+        self._after(seconds, lambda: [rank.kill() for rank in self._ranks])
 
-    def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
+    def answer(self, answer: Message) -> None:
         """Send every rank the answer that all of them are waiting for."""
         for child in self._ranks:
             child.answer(answer)
@@ -149,7 +171,8 @@ class Group:
 
     def end(self) -> None:
         """Kill all ranks and their descendants, and wait until they are gone."""
-        self.limit(None)
+        for timer in self._timers:
+            timer.cancel()
         self.kill()
         for listener in self._listeners:
             listener.join()
@@ -171,11 +194,8 @@ class Group:
     # --- events of the ranks ---------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
-        """Send the spec to each rank, then yield the events of the launch until all have ended."""
-        for child in self._ranks:
-            listener = threading.Thread(target=self._listen, args=(child,), daemon=True)
-            listener.start()
-            self._listeners.append(listener)
+        """Yield the events of the launch until all ranks have ended."""
+        self._listeners = [listen(r, r.events(), self._received) for r in self._ranks]
         running = len(self._ranks)
         deadline: float | None = None
         while running:
@@ -186,7 +206,7 @@ class Group:
                 deadline = None
                 yield from self._blame_follower()
                 continue
-            if isinstance(event, _Ended):
+            if isinstance(event, Ended):
                 running -= 1
                 if event.error is not None:
                     raise event.error
@@ -197,16 +217,7 @@ class Group:
                 deadline = time.monotonic() + self._report_seconds
         yield from self._blame_follower()
 
-    def _listen(self, child: Child) -> None:
-        error = None
-        try:
-            for event in child.events():
-                self._received.put((child, event))
-        except BaseException as raised:  # noqa: BLE001 - ``events`` raises it again
-            error = raised
-        self._received.put((child, _Ended(error)))
-
-    def _handle(self, child: Child, event: Event) -> Iterator[Event]:
+    def _handle(self, child: Rank, event: Event) -> Iterator[Event]:
         if self._over or self._culprit is not None:
             return
         match event:
@@ -255,7 +266,7 @@ class Group:
     def _sorted(self) -> list[tuple[int, Agreeing]]:
         return sorted(self._agreeing.items())
 
-    def _has_ended(self, child: Child) -> Iterator[Event]:
+    def _has_ended(self, child: Rank) -> Iterator[Event]:
         """Blame a rank that ended without reporting an error or the end of its script."""
         if self._over or self._culprit is not None or child.rank in self._finished:
             return
@@ -276,15 +287,15 @@ class Group:
             before = "".join(f"after rank {rank} had ended: " for rank in self._finished)
             yield self._labelled(child, replace(event, message=before + event.message))
 
-    def _blame(self, child: Child) -> None:
+    def _blame(self, child: Rank) -> None:
         """Kill the other ranks, which would wait for ``child``; let ``child`` exit by itself."""
         self._culprit = self.speaker = child
-        child.linger(EXIT_SECONDS)
+        self._after(EXIT_SECONDS, child.kill)
         for other in self._ranks:
             if other is not child:
                 other.kill()
 
-    def _labelled(self, child: Child, event: Raised | Shortage) -> Event:
+    def _labelled(self, child: Rank, event: Raised | Shortage) -> Event:
         """Return ``event`` with the rank put before its message."""
         label = f"rank {child.rank}: "
         if isinstance(event, Raised):
@@ -292,13 +303,20 @@ class Group:
         found: OutOfMemory = event.out_of_memory
         return replace(event, out_of_memory=replace(found, message=label + found.message))
 
+    def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+        return timer
+
     def _time_out(self) -> None:
         self.timed_out = self.kill()
 
 
-def report_seconds(specs: Sequence[ChildSpec]) -> float:
+def report_seconds(tasks: Sequence[RankTask]) -> float:
     """Return how many seconds the failed rank has to report its error after another noticed it."""
-    return REPORT_SECONDS if all(each.host is None for each in specs) else _REMOTE_REPORT_SECONDS
+    return REPORT_SECONDS if all(each.host is None for each in tasks) else _REMOTE_REPORT_SECONDS
 
 
 def _orphans(table: dict[int, Process]) -> set[Process]:

@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autofit.worker.launch import other_uid, rank_environment, replicas
+from autofit.worker.launch import other_uid
 from autofit.worker.launch.child import EXIT_SECONDS, Child, python
 from autofit.worker.launch.environment import child_environment
 from autofit.worker.launch.group import Group
 from autofit.worker.launch.guard import BRIEFLY, Guard
 from autofit.worker.launch.reaper import SESSION, processes, with_descendants
+from autofit.worker.launch.tasks import Hosts, tasks
 from autofit.worker.oom import classifier
 from autofit.worker.records.inspection import Inspected
 from autofit.worker.records.phases import Seconds, added, filled, without
@@ -80,6 +81,7 @@ def launch(
     guard: Guard | None = None,
     uid: int | None = None,
     started: Started | None = None,
+    hosts: Hosts | None = None,
 ) -> Iterator[LaunchEvent]:
     """Start the processes of ``request`` and yield their events and reports, ``LaunchEnded`` last.
 
@@ -93,13 +95,22 @@ def launch(
     files (default: the system's). ``lone``: as for ``Child``. ``control``: lets another thread stop
     the launch or answer it. ``guard``: remembers the slot's cards from earlier launches. ``uid``:
     under which the processes run, if this process is root. ``started``: the prepared process, if it
-    was started before, beside no other launch.
+    was started before, beside no other launch. ``hosts``: where replicas run, if some run on other
+    hosts than this one.
     Raises ``WorkerError`` when a process cannot be started.
     """
     user = os.environ if environment is None else environment
     control = control or Control()
     guard = guard or Guard.of(request.device, user)
-    begin = partial(start, harness=harness, environment=user, scratch=scratch, lone=lone, uid=uid)
+    begin = partial(
+        start,
+        harness=harness,
+        environment=user,
+        scratch=scratch,
+        lone=lone,
+        uid=uid,
+        hosts=hosts,
+    )
     done = yield from _run(begin, control, guard, request, started)
     if not done and (used_for := control.wait_for_use()) is not None:
         yield from _run(begin, control, guard, used_for)
@@ -132,6 +143,7 @@ def start(
     lone: bool = False,
     uid: int | None = None,
     session: str | None = None,
+    hosts: Hosts | None = None,
 ) -> Started:
     """Start the processes of ``request``; the parameters are those of ``launch``.
 
@@ -151,7 +163,7 @@ def start(
             variables = other_uid.with_own_shim(variables, folder)
             other_uid.give(folder, uid)
         spec = ChildSpec(request=request, scratch=str(overlay))
-        child = _processes(python(harness), spec, variables, lone, uid)
+        child = _processes(python(harness), spec, variables, hosts, lone, uid)
         stack.pop_all()
     return Started(child, folder, since)
 
@@ -208,19 +220,15 @@ def _processes(
     command: list[str],
     spec: ChildSpec,
     environment: Mapping[str, str],
+    hosts: Hosts | None,
     lone: bool,
     uid: int | None,
 ) -> Child | Group:
     """Start the launch's single process, or its ranks."""
-    if spec.request.replicas > 1:
-        specs, each = replicas.tasks(spec, environment)
-        return Group(command, specs, each, lone=lone, uid=uid)
-    count = spec.request.ranks
-    if count == 1:
-        return Child.start(command, spec, environment, lone=lone, uid=uid)
-    port = rank_environment.free_port()
-    each = [rank_environment.environment(rank, count, port, environment) for rank in range(count)]
-    return Group(command, [spec] * count, each, lone=lone, uid=uid)
+    ready = tasks(spec, environment, hosts)
+    if len(ready) > 1:
+        return Group(command, ready, lone=lone, uid=uid)
+    return Child.start(command, spec, environment, lone=lone, uid=uid)
 
 
 class Control:
@@ -524,8 +532,8 @@ class _TrialReporter:
         if short.room is None:
             return False
         own = {process.pid for process in with_descendants(child.pids, processes())}
-        speaker = child.speaker
-        if self._guard.taken(short.room, self._budget, own - {speaker.pid}, speaker.rank):
+        beside = own - {*child.speaker.pids}
+        if self._guard.taken(short.room, self._budget, beside, child.speaker.rank):
             self.taken = self._guard.takers(own)
         return bool(self.taken)
 
