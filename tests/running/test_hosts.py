@@ -133,6 +133,7 @@ class Runs:
                 cwd=self.folder,
                 stdout=out,
                 stderr=err,
+                start_new_session=True,  # the group that a terminal would tell of Ctrl-C
             )
         self.started.append(process)
         return process
@@ -311,6 +312,18 @@ def test_a_signal_to_the_run_reaches_all_ranks(runs: Runs) -> None:
     runs.wait_for_step(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM, runs.text("err")
+
+
+@pytest.mark.full
+def test_ctrl_c_reaches_the_rank_of_the_other_host(runs: Runs) -> None:
+    """The script catches it on both ranks, and ends well."""
+    catches = "import signal; signal.signal(signal.SIGINT, lambda *_: sys.exit(0))"
+    process = runs.start(100_000, f"{catches}; {SLOW}")
+    runs.wait_for_step(process)
+    rank = remote_rank(runs)
+    os.killpg(process.pid, signal.SIGINT)
+    rank.wait(10)
+    assert process.wait(30) == 0, runs.text("err")
 
 
 @pytest.mark.full
