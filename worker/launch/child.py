@@ -170,11 +170,8 @@ class Child:
         self.spec = spec
         self._uid = uid
         self.tail = Tail()
-        self.timed_out = False
         self._lone = lone
         self._lock = threading.Lock()
-        self._timers: list[threading.Timer] = []
-        self._limit: threading.Timer | None = None
         self._killed = False
         self._seen: set[Process] = set()
         self.pid = held.pid
@@ -199,14 +196,6 @@ class Child:
             held.control.send(spec)
         return cls(held, spec, lone=lone, uid=uid)
 
-    label = waiting = ""
-    """Empty for a single process; ``group.Group`` names ranks here."""
-
-    @property
-    def speaker(self) -> Child:
-        """The process that sent the last event of ``events``: this one."""
-        return self
-
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the processes that this object started."""
@@ -222,19 +211,6 @@ class Child:
         traceback: TracebackType | None,
     ) -> None:
         self.end()
-
-    def limit(self, seconds: float | None) -> None:
-        """Kill the child's process group after ``seconds`` and set ``timed_out``.
-
-        Each call restarts the timer; ``None`` removes the limit.
-        """
-        if self._limit is not None:
-            self._limit.cancel()
-        self._limit = None if seconds is None else self._after(seconds, self._time_out)
-
-    def linger(self, seconds: float) -> None:
-        """Give the child ``seconds`` to exit by itself, then kill its process group."""
-        self._after(seconds, self.kill)
 
     def answer(self, answer: Message) -> None:
         """Send the child the answer that it is waiting for."""
@@ -293,8 +269,6 @@ class Child:
 
     def end(self) -> None:
         """Kill the child and its descendants, wait until they are gone, close the pipes."""
-        for timer in self._timers:
-            timer.cancel()
         self._end_tree()
         self.held.wait()
         with self._lock:
@@ -315,16 +289,6 @@ class Child:
             or (self._lone and process.parent == os.getpid())
         }
         return with_descendants(roots, table)
-
-    def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
-        timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
-        return timer
-
-    def _time_out(self) -> None:
-        self.timed_out = self.kill()
 
     def _receive(self) -> Event | None:
         try:

@@ -1,4 +1,4 @@
-"""Runs the several ranks of one launch like one child process. Imports no torch.
+"""Runs the ranks of one launch, often a single process. Imports no torch.
 
 When one rank fails, the others are killed, because they would wait for it forever. The rank that
 failed first determines the launch's result. A rank may only report that another has gone; for
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Self, TypeVar
 
 from autofit.worker.launch.child import EXIT_SECONDS, Child, Message, Tail, bury_orphans
@@ -71,20 +70,19 @@ def listen(
 
 
 class Group:
-    """The ranks of a launch, with the interface of ``Child``.
+    """The ranks of a launch; a single process is a group of one.
 
-    ``lone`` as for ``Child``. Raises ``WorkerError`` when a process cannot be started.
+    ``lone`` as for ``Child``.
     """
 
     def __init__(
-        self,
-        command: list[str],
-        tasks: Sequence[RankTask],
-        *,
-        lone: bool = False,
-        uid: int | None = None,
+        self, ranks: Sequence[Rank], *, lone: bool = False, report_seconds: float = REPORT_SECONDS
     ) -> None:
+        self.ranks = ranks
+        self.speaker = ranks[0]
+        """The rank that sent the last event of ``events``."""
         self.timed_out = False
+        self._several = len(ranks) > 1
         self._lone = lone
         self._over = False
         """This object ended the ranks; their later events say nothing about the script."""
@@ -98,54 +96,56 @@ class Group:
         self._culprit: Rank | None = None
         """The rank that failed first."""
         self._index = 0
-        self._report_seconds = report_seconds(tasks)
+        self._report_seconds = report_seconds
         self._timers: list[threading.Timer] = []
-        self._ranks: list[Rank] = []
+
+    @classmethod
+    def start(
+        cls,
+        command: list[str],
+        tasks: Sequence[RankTask],
+        *,
+        lone: bool = False,
+        uid: int | None = None,
+    ) -> Self:
+        """Start a rank for each task, with ``command`` if it runs on this host.
+
+        Raises ``WorkerError`` when a process cannot be started.
+        """
+        ranks: list[Rank] = []
         with ExitStack() as stack:
             for task in tasks:
                 rank: Rank
                 if task.host is None:
-                    rank = Child.start(command, task.spec, task.environment, uid=uid)
+                    alone = lone and len(tasks) == 1
+                    rank = Child.start(command, task.spec, task.environment, lone=alone, uid=uid)
                 else:
                     rank = task.host.start(task.spec, task.environment)
                 stack.callback(rank.end)
-                self._ranks.append(rank)
+                ranks.append(rank)
             stack.pop_all()
-        self.speaker = self._ranks[0]
-        """The rank that sent the last event of ``events``."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    # --- the interface of ``Child`` --------------------------------------------------------
+        return cls(ranks, lone=lone, report_seconds=report_seconds(tasks))
 
     @property
     def tail(self) -> Tail:
         """The last lines of the rank that failed first; rank 0's if none failed."""
-        return (self._culprit or self._ranks[0]).tail
+        return (self._culprit or self.ranks[0]).tail
 
     @property
     def returncode(self) -> int | None:
-        """``Child.returncode`` of the rank that failed first; ``None`` if none failed."""
-        return None if self._culprit is None else self._culprit.returncode
+        """``Rank.returncode`` of the rank that failed first; ``None`` if none of several failed."""
+        rank = self._culprit if self._several else self.ranks[0]
+        return None if rank is None else rank.returncode
 
     @property
     def label(self) -> str:
-        """Prefix of a message about the rank that failed first; empty if none failed."""
-        return "" if self._culprit is None else f"rank {self._culprit.rank}: "
+        """Prefix of a message about the rank that failed first; empty if none of several failed."""
+        return "" if self._culprit is None else self._label_of(self._culprit)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the processes that this object started."""
-        return tuple(pid for rank in self._ranks for pid in rank.pids)
+        return tuple(pid for rank in self.ranks for pid in rank.pids)
 
     def limit(self, seconds: float | None) -> None:
         """Kill all ranks after ``seconds``; a call restarts the timer, ``None`` removes it."""
@@ -157,17 +157,17 @@ class Group:
 
     def linger(self, seconds: float) -> None:
         """Give the ranks ``seconds`` to exit by themselves, then kill them."""
-        self._after(seconds, lambda: [rank.kill() for rank in self._ranks])
+        self._after(seconds, lambda: [rank.kill() for rank in self.ranks])
 
     def answer(self, answer: Message) -> None:
         """Send every rank the answer that all of them are waiting for."""
-        for child in self._ranks:
+        for child in self.ranks:
             child.answer(answer)
 
     def kill(self) -> bool:
         """Kill all ranks without waiting; return ``False`` if all had ended."""
         self._over = True
-        return any([child.kill() for child in self._ranks])
+        return any([child.kill() for child in self.ranks])
 
     def end(self) -> None:
         """Kill all ranks and their descendants, and wait until they are gone."""
@@ -176,7 +176,7 @@ class Group:
         self.kill()
         for listener in self._listeners:
             listener.join()
-        for child in self._ranks:
+        for child in self.ranks:
             child.end()
         if self._lone:
             kill_until_gone(_orphans, _KILL_SECONDS)
@@ -187,7 +187,7 @@ class Group:
         """Which ranks wait for which to agree, for a message about a hang; empty if none waits."""
         if not self._agreeing:
             return ""
-        others = [child.rank for child in self._ranks if child.rank not in self._agreeing]
+        others = [child.rank for child in self.ranks if child.rank not in self._agreeing]
         waiting = "; ".join(f"rank {rank} is at {event.what}" for rank, event in self._sorted())
         return f"{waiting}, and waits for rank {', '.join(map(str, others))}"
 
@@ -195,8 +195,8 @@ class Group:
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the launch until all ranks have ended."""
-        self._listeners = [listen(r, r.events(), self._received) for r in self._ranks]
-        running = len(self._ranks)
+        self._listeners = [listen(r, r.events(), self._received) for r in self.ranks]
+        running = len(self.ranks)
         deadline: float | None = None
         while running:
             try:
@@ -225,7 +225,7 @@ class Group:
                 self._agreeing[child.rank] = event
                 self._agree()
                 yield from self._end_if_stuck()
-            case Raised(follows=True):
+            case Raised(follows=True) if self._several:
                 self._followers.append((child, event))
             case Raised():
                 self._blame(child)
@@ -236,7 +236,7 @@ class Group:
             case Finished():
                 self._finished[child.rank] = event
                 stopped = event.stopped and child.rank == 0
-                if stopped or len(self._finished) == len(self._ranks):
+                if stopped or len(self._finished) == len(self.ranks):
                     self._over = stopped
                     yield self._finished[0]
                 else:
@@ -251,7 +251,7 @@ class Group:
                 yield event
 
     def _agree(self) -> None:
-        if len(self._agreeing) == len(self._ranks):
+        if len(self._agreeing) == len(self.ranks):
             agreeing = tuple(each for _, each in self._sorted())
             self._agreeing.clear()
             self.answer(Agreed(said=agreeing))
@@ -273,7 +273,7 @@ class Group:
         if child.returncode is None or any(child is each for each, _ in self._followers):
             return
         self._blame(child)
-        if child.returncode == 0:
+        if child.returncode == 0 and self._several:
             message = f"rank {child.rank} ended by itself (exit code 0), and the others went on"
             yield Raised(
                 index=self._index, kind="error", message=message, traceback=str(child.tail)
@@ -291,17 +291,20 @@ class Group:
         """Kill the other ranks, which would wait for ``child``; let ``child`` exit by itself."""
         self._culprit = self.speaker = child
         self._after(EXIT_SECONDS, child.kill)
-        for other in self._ranks:
+        for other in self.ranks:
             if other is not child:
                 other.kill()
 
     def _labelled(self, child: Rank, event: Raised | Shortage) -> Event:
         """Return ``event`` with the rank put before its message."""
-        label = f"rank {child.rank}: "
+        label = self._label_of(child)
         if isinstance(event, Raised):
             return replace(event, message=label + event.message)
         found: OutOfMemory = event.out_of_memory
         return replace(event, out_of_memory=replace(found, message=label + found.message))
+
+    def _label_of(self, child: Rank) -> str:
+        return f"rank {child.rank}: " if self._several else ""
 
     def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
         timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
