@@ -330,7 +330,7 @@ def test_ctrl_c_reaches_the_rank_of_the_other_host(runs: Runs) -> None:
 def test_an_error_of_the_other_host_is_told(runs: Runs) -> None:
     process = runs.start(20, f"{OF_RANK_1}raise ValueError('a bug of that host')")
     assert process.wait(150) == 1, runs.text("err")
-    assert "by ValueError: a bug of that host" in runs.text("err")
+    assert "ValueError: a bug of that host" in runs.text("err")  # whichever rank is heard first
 
 
 @pytest.mark.full
