@@ -12,7 +12,7 @@ from autofit.plan import Plan
 from autofit.storage import Store
 from autofit.worker import meter
 from autofit.worker.launch.launcher import launch
-from autofit.worker.records.hosts import Hosts
+from autofit.worker.launch.tasks import Hosts
 from autofit.worker.records.trials import (
     LaunchRequest,
     Proven,
@@ -71,13 +71,12 @@ def verify(
         timeout=SECONDS,
         steps=STEPS,
         ranks=ranks,
-        hosts=hosts,
         proven=evidence.proven,
     )
     found: list[Proven] = []
     report: TrialReport | None = None
     try:
-        for event in launch(request, environment=environment):
+        for event in launch(request, environment=environment, hosts=hosts):
             match event:
                 case Proven() | Verified():
                     found.append(evidence.add(event))

@@ -11,18 +11,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
+from queue import Empty, SimpleQueue
 from types import FrameType
 
-from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD, command_of, python
-from autofit.worker.launch.group import report_seconds
+from autofit.exceptions import WorkerError
+from autofit.worker.launch.child import CONTROL_FD, EVENTS_FD, python
+from autofit.worker.launch.group import Ended, listen, report_seconds
 from autofit.worker.launch.launcher import HARNESS
+from autofit.worker.launch.tasks import Rank, RankTask
 from autofit.worker.records.trials import (
-    ChildSpec,
     Event,
     Finished,
     PlanEnded,
@@ -52,38 +54,92 @@ class Silent:
     """A process is alive but has closed the pipe through which it sends events."""
 
 
-@dataclass(slots=True, eq=False)
-class _Rank:
-    """One process of the run."""
+class _LocalRank:
+    """A process of the run on this host, in this process group; it is started here.
 
-    number: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
-    events: Connection | None
-    """``None`` once the process has closed its end."""
-    silent: float = inf
-    """When it counts as ``Silent``, in seconds of the monotonic clock."""
-    done: bool = False
-    """Whether it has sent its last event."""
+    Of replicas of a single-process script, only rank 0 writes to the terminal.
+    """
+
+    def __init__(self, task: RankTask) -> None:
+        spec = task.spec
+        self.rank = spec.rank
+        self._events, theirs = Pipe(duplex=False)
+        their_control, self._control = Pipe(duplex=False)
+        silent = subprocess.DEVNULL if spec.meeting is not None and spec.rank > 0 else None
+        with theirs, their_control:
+            fds = (theirs.fileno(), their_control.fileno())
+            self._process = subprocess.Popen(
+                python(HARNESS),
+                cwd=spec.request.script.cwd,
+                env={**task.environment, EVENTS_FD: str(fds[0]), CONTROL_FD: str(fds[1])},
+                pass_fds=fds,
+                stdout=silent,
+                stderr=silent,
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code tells more
+            self._control.send(spec)
+
+    @property
+    def returncode(self) -> int:
+        """The exit code, as in ``subprocess``; waits for the end."""
+        return self._process.wait()
+
+    def events(self) -> Iterator[Event | Silent]:
+        """Yield the events until the process has ended."""
+        sources: list[Connection | int] = [self._events, self._pidfd]
+        done = False
+        timeout = None
+        while True:
+            ready = wait(sources, timeout)
+            if self._events in ready:
+                try:
+                    event: Event = self._events.recv()
+                except (EOFError, ConnectionResetError):
+                    sources.remove(self._events)
+                    timeout = None if done else SILENT_SECONDS
+                    continue
+                done |= isinstance(event, Finished | PlanEnded | Raised | Ran)
+                yield event
+            elif ready:
+                return
+            else:
+                timeout = None
+                yield Silent()
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal; do nothing if it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the process without waiting."""
+        self.signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Wait for the end, and close what this object holds."""
+        self._process.wait()
+        os.close(self._pidfd)
+        self._control.close()
+        self._events.close()
 
 
 @dataclass(slots=True)
 class Foreground:
     """A script that runs in this process group, as one process or several."""
 
-    _ranks: Sequence[_Rank]
+    _ranks: Sequence[_LocalRank | Rank]
     replicas: bool = False
     """The ranks are copies of a single-process script: the end of rank 0 is that of the run."""
     signals: list[int] = field(default_factory=list)
     """Signals that this process received and the script got too."""
     first: int | None = None
     """The rank that failed first; ``None`` while none has."""
-    _running: list[_Rank] = field(default_factory=list)
+    _running: list[_LocalRank | Rank] = field(default_factory=list)
     _deadlines: dict[int, float] = field(default_factory=dict)
     """When ranks are killed if they still run, in seconds of the monotonic clock."""
     _killed: set[int] = field(default_factory=set)
     """Ranks that were killed at their deadline."""
-    _followers: list[_Rank] = field(default_factory=list)
+    _followers: list[_LocalRank | Rank] = field(default_factory=list)
     """Ranks that only reported another rank's end."""
     _report_seconds: float = 0.0
     """Another rank may notice a failure first. The failed rank then has these seconds to report."""
@@ -101,25 +157,28 @@ class Foreground:
 
         0 if no rank failed; 1 if that rank was killed at its deadline.
         """
-        codes = [rank.process.wait() for rank in self._ranks]
+        codes = [rank.returncode for rank in self._ranks]
         if self.first is None:
             return 0
-        return 1 if self.first in self._killed else codes[self.first]
+        return 1 if self.first in self._killed else codes[self.first] or 0
 
     def events(self) -> Iterator[tuple[int, Event | Silent]]:
         """Yield the events of all ranks, each with the rank, until all have ended."""
+        received: SimpleQueue[tuple[_LocalRank | Rank, Event | Silent | Ended]] = SimpleQueue()
         self._running = list(self._ranks)
+        for rank in self._ranks:
+            listen(rank, rank.events(), received)
         while self._running:
-            ready = wait(list(_sources(self._running)), self._timeout())
-            for source in sorted(ready, key=lambda each: isinstance(each, int)):  # ends come last
-                rank = next((r for r in self._running if source in (r.events, r.pidfd)), None)
-                if rank is None:
-                    continue
-                yield from self._receive(rank) if source is rank.events else self._ended(rank)
-            for rank in self._running:
-                if rank.silent <= time.monotonic():
-                    rank.silent = inf
-                    yield rank.number, Silent()
+            try:
+                rank, event = received.get(timeout=self._timeout())
+            except Empty:
+                pass
+            else:
+                if isinstance(event, Ended):
+                    self._has_ended(rank, event)
+                else:
+                    yield rank.rank, event
+                    self._judge(rank, event)
             if self._followers and not (self._running and time.monotonic() < self._report_deadline):
                 self._fails(self._followers[0])  # no rank reported an error of its own
             self._kill_late()
@@ -128,19 +187,17 @@ class Foreground:
         """Send a signal that this process received to every rank."""
         self.signals.append(number)
         for rank in self._ranks:
-            rank.process.send_signal(number)  # does nothing if the rank has ended
+            rank.signal(number)
 
-    def _receive(self, rank: _Rank) -> Iterator[tuple[int, Event]]:
-        """Yield the next event of ``rank``; if it reports a failure, end the other ranks."""
-        assert rank.events is not None
-        try:
-            event: Event = rank.events.recv()
-        except (EOFError, ConnectionResetError):
-            rank.events = None
-            rank.silent = inf if rank.done else time.monotonic() + SILENT_SECONDS
-            return
-        rank.done |= isinstance(event, Finished | PlanEnded | Raised | Ran)
-        yield rank.number, event
+    def interrupted(self) -> None:
+        """Record that Ctrl-C was pressed; the terminal has told only the ranks of this host."""
+        self.signals.append(signal.SIGINT)
+        for rank in self._ranks:
+            if not isinstance(rank, _LocalRank):
+                rank.signal(signal.SIGINT)
+
+    def _judge(self, rank: _LocalRank | Rank, event: Event | Silent) -> None:
+        """End the other ranks if ``event`` of ``rank`` reports a failure."""
         match event:
             case Raised(follows=True) if len(self._ranks) > 1:
                 self._followers.append(rank)
@@ -152,131 +209,94 @@ class Foreground:
             case PlanEnded(report=report) if report.verdict is Verdict.REFUSED:
                 self._fails(rank)
 
-    def _ended(self, rank: _Rank) -> Iterator[tuple[int, Event]]:
-        """Yield the last events of a rank that has ended; end the others if they would wait."""
-        while rank.events is not None and rank.events.poll():
-            yield from self._receive(rank)
+    def _has_ended(self, rank: _LocalRank | Rank, event: Ended) -> None:
+        """End the other ranks if they would wait for ``rank``, which has ended."""
+        if event.error is not None:
+            raise event.error
         self._running.remove(rank)
-        self._deadlines.pop(rank.number, None)
-        failed = rank.process.wait() != 0
+        self._deadlines.pop(rank.rank, None)
         if rank in self._followers:
             return
-        if failed:
+        if rank.returncode != 0:
             self._fails(rank)
-        if self.replicas and rank.number == 0:
+        if self.replicas and rank.rank == 0:
             self._end_others()
 
-    def _fails(self, rank: _Rank) -> None:
+    def _fails(self, rank: _LocalRank | Rank) -> None:
         """Record that ``rank`` fails; if it is the first, end the others.
 
         After a signal to all ranks, the others are ending already and may still save a checkpoint.
         They get no SIGTERM then.
         """
-        if self.first is not None or (self.replicas and rank.number > 0 and self._has_ended_run()):
+        if self.first is not None or (self.replicas and rank.rank > 0 and self._has_ended_run()):
             return
-        self.first, self._report_deadline = rank.number, inf
+        self.first, self._report_deadline = rank.rank, inf
         if len(self._ranks) == 1:
             return
         now = time.monotonic()
         for each in self._running:
             ending = self.signals or each is rank
-            self._deadlines[each.number] = now + (EXIT_SECONDS if ending else GRACE)
+            self._deadlines[each.rank] = now + (EXIT_SECONDS if ending else GRACE)
             if not ending:
-                each.process.send_signal(signal.SIGTERM)
+                each.signal(signal.SIGTERM)
 
     def _end_others(self) -> None:
         """Kill the other replicas unless they end by themselves soon: rank 0 has ended."""
         for each in self._running:
-            self._deadlines.setdefault(each.number, time.monotonic() + GRACE)
+            self._deadlines.setdefault(each.rank, time.monotonic() + GRACE)
 
     def _timeout(self) -> float | None:
         """Return the seconds until the first deadline; ``None`` if there is none."""
-        silent = (rank.silent for rank in self._running)
-        soonest = min([self._report_deadline, *self._deadlines.values(), *silent])
+        soonest = min([self._report_deadline, *self._deadlines.values()])
         return None if soonest == inf else max(0.0, soonest - time.monotonic())
 
     def _kill_late(self) -> None:
         for rank in self._running:
-            if self._deadlines.get(rank.number, inf) <= time.monotonic():
-                rank.process.send_signal(signal.SIGKILL)
-                del self._deadlines[rank.number]
-                self._killed.add(rank.number)
+            if self._deadlines.get(rank.rank, inf) <= time.monotonic():
+                rank.kill()
+                del self._deadlines[rank.rank]
+                self._killed.add(rank.rank)
 
     def _has_ended_run(self) -> bool:
         """Return whether the process of rank 0 has ended for a reason of its own."""
-        return all(rank.number > 0 for rank in (*self._running, *self._followers))
+        return all(rank.rank > 0 for rank in (*self._running, *self._followers))
 
 
 @contextmanager
-def started(
-    specs: Sequence[ChildSpec], environments: Sequence[Mapping[str, str]]
-) -> Iterator[Foreground]:
-    """Start a child for each task and environment; all have ended when the context is left.
+def started(tasks: Sequence[RankTask]) -> Iterator[Foreground]:
+    """Start a process for each task; all have ended when the context is left.
 
-    The children are in this process group, so the terminal sends Ctrl-C to them directly. Of
-    replicas of a single-process script, only rank 0 writes to the terminal.
+    Those of this host are in this process group, so the terminal sends Ctrl-C to them directly.
     """
     with ExitStack() as stack:
-        ranks: list[_Rank] = []
-        replicas = specs[0].meeting is not None
-        running = Foreground(ranks, replicas=replicas, _report_seconds=report_seconds(specs))
+        ranks: list[_LocalRank | Rank] = []
+        replicas = tasks[0].spec.meeting is not None
+        running = Foreground(ranks, replicas=replicas, _report_seconds=report_seconds(tasks))
         stack.enter_context(_passing_signals(running))
         try:
-            for number, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
-                ranks.append(_start(number, spec, environment, stack))
-        except OSError:  # the ranks that have started would wait for this one
-            running.pass_on(signal.SIGKILL)
+            for task in tasks:
+                host, spec = task.host, task.spec
+                ranks.append(host.start(spec, task.environment) if host else _LocalRank(task))
+                stack.callback(ranks[-1].end)
+        except (OSError, WorkerError):  # the ranks that have started would wait for this one
+            for rank in ranks:
+                rank.kill()
             raise
         yield running
 
 
-def _start(number: int, spec: ChildSpec, environment: Mapping[str, str], stack: ExitStack) -> _Rank:
-    """Start one rank; ``stack`` waits for it and closes its descriptors."""
-    events, theirs = Pipe(duplex=False)
-    their_control, control = Pipe(duplex=False)
-    fds = (theirs.fileno(), their_control.fileno())
-    silent = subprocess.DEVNULL if spec.meeting is not None and number > 0 else None
-    process = subprocess.Popen(
-        command_of(spec, python(HARNESS)),
-        cwd=spec.request.script.cwd,
-        env={**environment, EVENTS_FD: str(fds[0]), CONTROL_FD: str(fds[1])},
-        pass_fds=fds,
-        stdout=silent,
-        stderr=silent,
-    )
-    pidfd = os.pidfd_open(process.pid)
-    theirs.close()
-    their_control.close()
-    stack.enter_context(events)
-    stack.enter_context(control)
-    stack.callback(os.close, pidfd)
-    stack.callback(process.wait)
-    with contextlib.suppress(BrokenPipeError):  # it has ended; its exit code tells more
-        control.send(replace(spec, rank=number))
-    return _Rank(number, process, pidfd, events)
-
-
-def _sources(ranks: Sequence[_Rank]) -> Iterator[Connection | int]:
-    """Yield all pipes of events, then all process descriptors."""
-    for rank in ranks:
-        if rank.events is not None:
-            yield rank.events
-    for rank in ranks:
-        yield rank.pidfd
-
-
 @contextmanager
 def _passing_signals(running: Foreground) -> Iterator[None]:
-    """Pass SIGTERM and SIGHUP on to the script; only record Ctrl-C, which the script gets too."""
+    """Pass signals on to the script; of Ctrl-C, the ranks of this host know already."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         running.pass_on(number)
 
-    def noted(number: int, frame: FrameType | None) -> None:
-        running.signals.append(number)
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        running.interrupted()
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {
-        signal.SIGINT: noted,
+        signal.SIGINT: interrupted,
         signal.SIGTERM: forward,
         signal.SIGHUP: forward,
     }

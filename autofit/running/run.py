@@ -28,12 +28,10 @@ from autofit.strategies.ranks import count
 from autofit.worker import meter
 from autofit.worker.cluster.rank_hosts import Placed, reserved
 from autofit.worker.cluster.versions import versions
-from autofit.worker.launch import rank_environment as rank
 from autofit.worker.launch.environment import TRACKERS_OFF, launched, under
-from autofit.worker.launch.replicas import tasks
+from autofit.worker.launch.tasks import Hosts, RankTask, tasks
 from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
-from autofit.worker.records.hosts import Hosts
 from autofit.worker.records.trials import (
     ChildSpec,
     FirstSteps,
@@ -358,7 +356,6 @@ class _Attempts:
             budget=self.budget or 0,
             timeout=float("inf"),
             ranks=self.ranks,
-            hosts=self.hosts,
             proven=self.evidence.proven,
         )
         spec = ChildSpec(mode="run", request=request, report_saves=self.resumes)
@@ -368,7 +365,7 @@ class _Attempts:
         if attempt > 1:  # the first attempt has the same environment as without autofit
             environment[ATTEMPT] = str(attempt)
         kills = oom_kills()
-        with self._ready(spec, environment) as (specs, each), started(specs, each) as running:
+        with self._ready(spec, environment) as ready, started(ready) as running:
             reported = self._follow(running, request.plans)
             code = running.code
         if running.size > 1 and (failed := _failed_rank(running, code, reported.raised)):
@@ -395,23 +392,19 @@ class _Attempts:
         )
 
     @contextmanager
-    def _ready(
-        self, spec: ChildSpec, environment: Mapping[str, str]
-    ) -> Iterator[tuple[list[ChildSpec], list[Mapping[str, str]]]]:
-        """Prepare the task and the environment of each process.
+    def _ready(self, spec: ChildSpec, environment: Mapping[str, str]) -> Iterator[list[RankTask]]:
+        """Prepare the task of each process.
 
         Of a single-process script's replicas, only rank 0 leaves files and reports to trackers.
         """
         if spec.request.replicas == 1:
-            count = self.ranks
-            port = rank.free_port() if count > 1 else 0
-            each = [rank.environment(n, count, port, environment) for n in range(count)]
-            yield [spec] * count, [*(each if count > 1 else [environment])]
+            yield tasks(spec, environment)
             return
         with TemporaryDirectory(prefix="autofit-", ignore_cleanup_errors=True) as folder:
-            specs, found = tasks(replace(spec, scratch=folder), environment)
-            specs[0] = replace(specs[0], scratch=None)
-            yield specs, [found[0], *({**other, **TRACKERS_OFF} for other in found[1:])]
+            first, *others = tasks(replace(spec, scratch=folder), environment, self.hosts)
+            first = replace(first, spec=replace(first.spec, scratch=None))
+            quiet = [replace(o, environment={**o.environment, **TRACKERS_OFF}) for o in others]
+            yield [first, *quiet]
 
     def _follow(self, running: Foreground, plans: Sequence[Plan]) -> _AttemptEvents:
         """Report and store the events of the run until its end."""

@@ -14,6 +14,7 @@ from autofit.plan import Plan
 from autofit.running import foreground
 from autofit.running.foreground import Silent, started
 from autofit.worker.launch.launcher import launch
+from autofit.worker.launch.tasks import RankTask
 from autofit.worker.records.trials import (
     ChildSpec,
     Finished,
@@ -72,7 +73,7 @@ def test_a_real_run_goes_on(
 ) -> None:
     monkeypatch.setattr(foreground, "SILENT_SECONDS", 0.2)
     spec = ChildSpec(mode="run", request=request_for(closed, seconds=1.0))
-    with started([spec], [os.environ]) as running:
+    with started([RankTask(spec=spec, environment=os.environ)]) as running:
         heard = [type(event) for _, event in running.events()]
         assert running.code == 0
     assert heard == ([Finished] if closed == SOME else [Silent])

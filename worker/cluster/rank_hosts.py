@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from autofit.worker.cluster.actor import Found, Setting, Slot, in_copied_folder
 from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.cluster.nodes import MODEL, Node, look
 from autofit.worker.cluster.pool import first_line
-from autofit.worker.cluster.remote_rank import in_bundle
+from autofit.worker.cluster.remote_rank import RemoteHost, in_bundle
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
+from autofit.worker.launch.tasks import Hosts
 from autofit.worker.meter.nvml import VISIBLE
-from autofit.worker.records.hosts import Hosts, RemoteHost
 from autofit.worker.records.trials import Script
 
 READY = 60.0
@@ -58,8 +57,7 @@ def reserved(address: str, script: Script, device: str, count: int, say: Say) ->
         nodes = look()
         own = nodes[ray.get_runtime_context().get_node_id()]
         check(nodes.values(), own, device, count)
-        name = f"autofit-{uuid.uuid4().hex}"
-        group = _group(name, own, device, count)
+        group = _group(own, device, count)
         try:
             if not group.wait(READY):
                 raise UsageError(
@@ -67,7 +65,7 @@ def reserved(address: str, script: Script, device: str, count: int, say: Say) ->
                     " wait for other programs, or plan fewer ranks"
                 )
             bundles = [(number, nodes[node]) for number, node in _in_order(group, own.id)]
-            placing = _Placing(name, group, bundles, own, device, user)
+            placing = _Placing(group, bundles, own, device, user)
             yield placing.place(script, say)
         finally:
             remove_placement_group(group)
@@ -96,7 +94,7 @@ def check(nodes: Collection[Node], own: Node, device: str, count: int) -> None:
         raise UsageError(f"{count} ranks: the cluster has {have} {what}; plan fewer ranks")
 
 
-def _group(name: str, own: Node, device: str, count: int) -> Any:
+def _group(own: Node, device: str, count: int) -> Any:
     """Ask Ray for a placement group with a bundle for each rank, the first on this host."""
     from ray.util import placement_group
 
@@ -106,7 +104,6 @@ def _group(name: str, own: Node, device: str, count: int) -> Any:
     return placement_group(
         [dict(bundle) for _ in range(count)],
         strategy="PACK",
-        name=name,
         bundle_label_selector=[{_NODE: own.id}, *({} for _ in range(count - 1))],
     )
 
@@ -126,14 +123,12 @@ class _Placing:
 
     def __init__(
         self,
-        name: str,
         group: Any,
         bundles: Sequence[tuple[int, Node]],
         own: Node,
         device: str,
         user: Mapping[str, str],
     ) -> None:
-        self._name = name
         self._group = group
         self._bundles = bundles
         self._own = own
@@ -230,17 +225,12 @@ class _Placing:
         return ", ".join(others) or "none elsewhere"
 
     def _remote(self, number: int, node: Node, folder: str | None) -> RemoteHost:
-        import ray
-
-        context = ray.get_runtime_context()
         return RemoteHost(
             name=node.host,
             node=node.id,
-            ray=context.gcs_address,
-            namespace=context.namespace,
-            group=self._name,
+            group=self._group,
             bundle=number,
-            user=tuple(self._user.items()),
+            user=self._user,
             code=None if node.here else self._sent_code(),
             folder=folder,
         )

@@ -1,137 +1,215 @@
-"""The Ray actor that runs one rank of a training on another host. Imports no torch."""
+"""A rank on another host, as the parent of the ranks sees it. Imports no torch."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import signal
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.worker import meter
-from autofit.worker.cluster.actor import Setting, Slot, in_copied_folder
-from autofit.worker.launch.child import Child, python
-from autofit.worker.launch.launcher import HARNESS
-from autofit.worker.oom import classifier
-from autofit.worker.records.hosts import RemoteHost
-from autofit.worker.records.trials import Agreed, Answer, ChildSpec, Event, LaunchRequest
+from autofit.worker.cluster.actor import Setting
+from autofit.worker.cluster.pool import first_line
+from autofit.worker.cluster.rank_actor import RankActor, RankEnd
+from autofit.worker.launch.child import Message, Tail
+from autofit.worker.launch.reaper import SESSION
+from autofit.worker.meter.nvml import VISIBLE
+from autofit.worker.oom.classifier import Kind, classify_exit
+from autofit.worker.records.trials import (
+    LOST,
+    ChildSpec,
+    Event,
+    Finished,
+    LaunchRequest,
+    PlanEnded,
+    Raised,
+    Ran,
+)
 
-POLL = 1.0
-"""Seconds after which ``hear`` returns without news, which shows that the actor is alive."""
+START = 240.0
+"""Seconds that Ray has to start the actor. It may have to copy the working directory first."""
+SILENCE = 30.0
+"""Seconds without an answer of the actor after which the host counts as lost."""
+BROKEN = 8.0
+"""The same if the connection to the actor is broken, and cannot be made again.
 
-Message = Agreed | Answer | LaunchRequest
+Ray itself needs 15 seconds to say that a host is gone.
+"""
+_PAUSE = 0.2
+_OF_HOST = (SESSION, VISIBLE)
+"""Variables that the rank's host sets itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnd:
-    """How the process of a rank has ended."""
+class RemoteHost:
+    """The device of another host that Ray has reserved for a rank; a ``tasks.Host``."""
 
-    returncode: int = 0
-    """As in ``subprocess``."""
-    output: str = ""
-    """The last lines that it printed."""
-    oom_kills: int = 0
-    """Processes that the kernel's OOM killer ended on the host meanwhile."""
-    error: str = ""
-    """Why the process could not be started or heard; empty if it could."""
+    name: str
+    node: str
+    """Ray's identifier of the host."""
+    group: Any
+    """The placement group of all ranks."""
+    bundle: int
+    """Number of the rank's bundle in the placement group."""
+    user: Mapping[str, str]
+    """The environment in which the user started the run."""
+    code: str | None = None
+    """URI of autofit's own code; ``None`` if the host is this one."""
+    folder: str | None = None
+    """URI of the working directory's copy; ``None`` if the host sees the directory itself."""
 
-
-class RemoteRank(Slot):
-    """The actor: runs the process of one rank, and hands its events to the stand-in.
-
-    When the stand-in or the host's Ray ends, this actor ends too. Its reaper then ends the rank.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._child: Child | None = None
-        self._events: list[Event] = []
-        self._end: RankEnd | None = None
-        self._news = threading.Condition()
-
-    def start(self, spec: ChildSpec, changes: Mapping[str, str]) -> str:
-        """Start the rank, and return Ray's identifier of this host.
-
-        ``changes``: the variables that the rank needs beside those of the user and of this host.
-        """
+    def start(self, spec: ChildSpec, environment: Mapping[str, str]) -> RemoteRank:
+        """Start a rank; raise ``WorkerError`` if Ray starts no worker on a host any more."""
         import ray
 
-        threading.Thread(target=self._run, args=(spec, changes), daemon=True).start()
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
-
-    def hear(self, after: int) -> tuple[list[Event], RankEnd | None]:
-        """Return the events but the first ``after``, and how the process has ended, if it has.
-
-        Waits up to ``POLL`` seconds for news. It may be asked again for the same events.
-        """
-        with self._news:
-            self._news.wait_for(lambda: len(self._events) > after or self._end, POLL)
-            return self._events[after:], self._end
-
-    def tell(self, message: Message | int) -> None:
-        """Send the rank a message of its parent, or a signal; do nothing if it has ended."""
-        with self._news:
-            child = self._child if self._end is None else None
-        if child is None:
-            return
-        if isinstance(message, int):
-            child.signal(message)
-        else:
-            child.answer(message)
-
-    def _run(self, spec: ChildSpec, changes: Mapping[str, str]) -> None:
-        """Run the process to its end. The kernel ends it with this thread: see ``lifeline``."""
-        kills = classifier.oom_kills()
-        request, folder = spec.request, self._setting.folder
-        environment = {**self._environment, **changes}
-        if request.budget:
-            environment |= meter.environment(request.device, request.budget, environment)
-        if folder is not None:
-            script = in_copied_folder(request.script, folder, os.getcwd())
-            spec = replace(spec, request=replace(request, script=script))
-        scratch = tempfile.TemporaryDirectory(dir=self._scratch, ignore_cleanup_errors=True)
+        own = dict(environment)
+        meter.forget(own)  # its host measures the rank
+        changes = {
+            name: text
+            for name, text in own.items()
+            if name not in _OF_HOST and self.user.get(name) != text
+        }
         try:
-            with scratch as own:
-                spec = replace(spec, scratch=own)
-                with Child.start(python(HARNESS), spec, environment, lone=True) as child:
-                    self._child = child
-                    for event in child.events():
-                        with self._news:
-                            self._events.append(event)
-                            self._news.notify_all()
-            end = RankEnd(
-                returncode=child.returncode or 0,
-                output=str(child.tail),
-                oom_kills=classifier.oom_kills() - kills,
-            )
-        except (WorkerError, OSError) as error:
-            end = RankEnd(returncode=1, error=str(error))
-        with self._news:
-            self._end = end
-            self._news.notify_all()
+            actor = self._actor(spec.request)
+            return RemoteRank(self, spec.rank, actor, actor.start.remote(spec, changes))
+        except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"Ray starts no worker on {self.name}: {first_line(error)}"
+            ) from error
+
+    def _actor(self, request: LaunchRequest) -> Any:
+        import ray
+
+        setting = Setting(
+            device=request.device,
+            environment=dict(self.user),
+            here=False,
+            folder=request.script.cwd if self.folder else None,
+        )
+        carried: dict[str, Any] = {"py_modules": [self.code]} if self.code else {}
+        if self.folder:
+            carried["working_dir"] = self.folder
+        options = in_bundle(self.group, self.bundle, request.device)
+        remote: Any = ray.remote  # its stubs know no concurrency groups
+        actor = remote(concurrency_groups={"control": 1}, runtime_env=carried, **options)
+        return actor(RankActor).remote(setting)
 
 
-def remote_rank(host: RemoteHost, request: LaunchRequest) -> Any:
-    """Start the actor of a rank in its bundle; this process has joined the group's namespace."""
-    import ray
-    from ray.util import get_placement_group
+class RemoteRank:
+    """A rank on another host; a ``tasks.Rank``.
 
-    setting = Setting(
-        device=request.device,
-        environment=dict(host.user),
-        here=False,
-        folder=request.script.cwd if host.folder else None,
-    )
-    carried: dict[str, Any] = {"py_modules": [host.code]} if host.code else {}
-    if host.folder:
-        carried["working_dir"] = host.folder
-    options = in_bundle(get_placement_group(host.group), host.bundle, request.device)
-    remote: Any = ray.remote  # its stubs know no concurrency groups
-    actor = remote(concurrency_groups={"control": 1}, runtime_env=carried, **options)
-    return actor(RemoteRank).remote(setting)
+    If the host is lost, this object reports that as the rank's error. When this process ends, Ray
+    ends the actor, and with it the rank.
+    """
+
+    def __init__(self, host: RemoteHost, rank: int, actor: Any, started: Any) -> None:
+        """``started``: Ray's reference to the answer of ``RankActor.start``."""
+        self.rank = rank
+        self.tail = Tail()
+        self.pids: tuple[int, ...] = ()
+        self.returncode: int | None = None
+        self._host = host
+        self._actor = actor
+        self._started = started
+        self._last: Event | None = None
+        self._ended = self._killed = False
+
+    def events(self) -> Iterator[Event]:
+        """Yield the rank's events until it has ended, and why it did unless it has said so."""
+        try:
+            self._await_start()
+            end = yield from self._hear()
+        except _LostError as error:
+            if not self._killed:
+                self.returncode = 1
+                yield _raised(LOST, str(error))
+        else:
+            self.tail.feed(end.output.encode())
+            self.returncode = None if self._killed else end.returncode
+            yield from self._explain(end)
+        self._ended = True
+
+    def answer(self, answer: Message) -> None:
+        """Send the rank the answer that it is waiting for."""
+        self._tell(answer)
+
+    def signal(self, number: int) -> None:
+        """Send the rank a signal; do nothing if it has ended."""
+        self._tell(number)
+
+    def kill(self) -> bool:
+        """End the actor, and with it the rank; return ``False`` if the rank had ended."""
+        if self._ended:
+            return False
+        self._killed = True
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """End the actor, which frees the rank's device."""
+        import ray
+
+        ray.kill(self._actor)
+
+    def _tell(self, message: Message | int) -> None:
+        self._actor.tell.options(concurrency_group="control").remote(message)
+
+    def _await_start(self) -> None:
+        import ray
+
+        try:
+            node = ray.get(self._started, timeout=START)
+        except ray.exceptions.RayError as error:
+            reason = first_line(error)
+            raise _LostError(f"Ray starts no worker on {self._host.name}: {reason}") from error
+        if node != self._host.node:
+            raise _LostError(f"{self._host.name} is gone from the cluster")
+
+    def _hear(self) -> Generator[Event, None, RankEnd]:
+        import ray
+
+        heard, last = 0, time.monotonic()
+        while True:
+            try:
+                news: tuple[list[Event], RankEnd | None]
+                news = ray.get(self._actor.hear.remote(heard), timeout=SILENCE)
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError) as error:
+                silent = isinstance(error, ray.exceptions.GetTimeoutError)
+                if self._killed or time.monotonic() - last > (SILENCE if silent else BROKEN):
+                    raise _LostError(f"{self._host.name} does not answer any more") from error
+                time.sleep(_PAUSE)
+                continue
+            except ray.exceptions.RayError as error:
+                raise _LostError(f"{self._host.name}, or Ray's worker on it, is gone") from error
+            last = time.monotonic()
+            for self._last in news[0]:
+                yield self._last
+            heard += len(news[0])
+            if news[1] is not None:
+                return news[1]
+
+    def _explain(self, end: RankEnd) -> Iterator[Event]:
+        """Yield why the rank has ended, unless it has said so itself."""
+        if end.error:
+            yield _raised("error", f"on {self._host.name}: {end.error}")
+        elif end.returncode < 0 and not isinstance(self._last, Raised | PlanEnded | Finished | Ran):
+            found = classify_exit(end.returncode, end.output, oom_kills=end.oom_kills)
+            name = signal.strsignal(-end.returncode)
+            killed = f"killed by signal {-end.returncode} ({name}) on {self._host.name}"
+            if found.kind is Kind.OOM:
+                yield _raised(Kind.OOM.value, f"{killed}: {found.message}")
+            else:
+                yield _raised(LOST, killed)
+
+
+class _LostError(Exception):
+    """The rank's host, or Ray's worker on it, is gone."""
+
+
+def _raised(kind: str, message: str) -> Raised:
+    return Raised(index=0, kind=kind, message=message, traceback="")
 
 
 def in_bundle(group: Any, bundle: int, device: str) -> dict[str, Any]:

@@ -43,8 +43,8 @@ ranks have sent ``Agreeing``. To a prepared child it also sends the ``LaunchRequ
 child is used. When the pipe breaks, the child ends.
 """
 
-STAND_IN = "autofit.worker.cluster.stand_in"
-"""The program that stands for a rank on another host."""
+Message = Agreed | Answer | LaunchRequest
+"""What a parent sends a child after the ``ChildSpec``."""
 EXIT_SECONDS = 3.0
 """Seconds a child has to flush its output and exit after its last event."""
 _KILL_SECONDS = 10.0
@@ -170,11 +170,8 @@ class Child:
         self.spec = spec
         self._uid = uid
         self.tail = Tail()
-        self.timed_out = False
         self._lone = lone
         self._lock = threading.Lock()
-        self._timers: list[threading.Timer] = []
-        self._limit: threading.Timer | None = None
         self._killed = False
         self._seen: set[Process] = set()
         self.pid = held.pid
@@ -199,14 +196,6 @@ class Child:
             held.control.send(spec)
         return cls(held, spec, lone=lone, uid=uid)
 
-    label = waiting = ""
-    """Empty for a single process; ``group.Group`` names ranks here."""
-
-    @property
-    def speaker(self) -> Child:
-        """The process that sent the last event of ``events``: this one."""
-        return self
-
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the processes that this object started."""
@@ -223,20 +212,7 @@ class Child:
     ) -> None:
         self.end()
 
-    def limit(self, seconds: float | None) -> None:
-        """Kill the child's process group after ``seconds`` and set ``timed_out``.
-
-        Each call restarts the timer; ``None`` removes the limit.
-        """
-        if self._limit is not None:
-            self._limit.cancel()
-        self._limit = None if seconds is None else self._after(seconds, self._time_out)
-
-    def linger(self, seconds: float) -> None:
-        """Give the child ``seconds`` to exit by itself, then kill its process group."""
-        self._after(seconds, self.kill)
-
-    def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
+    def answer(self, answer: Message) -> None:
         """Send the child the answer that it is waiting for."""
         with contextlib.suppress(OSError):  # the child has ended; its exit code tells more
             self.held.control.send(answer)
@@ -293,8 +269,6 @@ class Child:
 
     def end(self) -> None:
         """Kill the child and its descendants, wait until they are gone, close the pipes."""
-        for timer in self._timers:
-            timer.cancel()
         self._end_tree()
         self.held.wait()
         with self._lock:
@@ -315,16 +289,6 @@ class Child:
             or (self._lone and process.parent == os.getpid())
         }
         return with_descendants(roots, table)
-
-    def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
-        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
-        timer.daemon = True
-        timer.start()
-        self._timers.append(timer)
-        return timer
-
-    def _time_out(self) -> None:
-        self.timed_out = self.kill()
 
     def _receive(self) -> Event | None:
         try:
@@ -348,13 +312,6 @@ class Child:
 def python(program: Path) -> list[str]:
     """Return the command that runs ``program`` in a new process of this interpreter."""
     return [sys.executable, str(program)]
-
-
-def command_of(spec: ChildSpec, harness: list[str]) -> list[str]:
-    """Return the command of a rank: ``harness``, or its stand-in if it runs on another host."""
-    if spec.host is None:
-        return harness
-    return [sys.executable, "-P", "-m", STAND_IN]  # nothing from the working directory
 
 
 def adopt_orphans() -> None:

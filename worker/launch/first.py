@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autofit.worker.launch.child import Child, Held
+from autofit.worker.launch.group import Group
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import Control, Started, launch
 from autofit.worker.records.trials import ChildSpec, LaunchEvent, LaunchRequest
@@ -34,11 +35,12 @@ class First:
     """
 
     def __init__(self, request: LaunchRequest, started: Started, folder: Path) -> None:
-        assert isinstance(started.child, Child), "ranks are not handed over"
+        (child,) = started.group.ranks
+        assert isinstance(child, Child), "ranks of other hosts are not handed over"
         self.request = request
         self.address = str(folder / "first")
         self._started = started
-        self._child = started.child
+        self._child = child
         self._given = False
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,7 +99,7 @@ def take(address: str) -> Started:
     about: tuple[int, ChildSpec, Path, float] = pickle.loads(packet)
     pid, spec, folder, since = about
     held = Held.of(pid, descriptors, functools.cache(lambda: _exit_code(other)))
-    return Started(Child(held, spec), folder, since)
+    return Started(Group([Child(held, spec)]), folder, since)
 
 
 def _exit_code(other: socket.socket) -> int:

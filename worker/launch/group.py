@@ -1,4 +1,4 @@
-"""Runs the several ranks of one launch like one child process. Imports no torch.
+"""Runs the ranks of one launch, often a single process. Imports no torch.
 
 When one rank fails, the others are killed, because they would wait for it forever. The rank that
 failed first determines the launch's result. A rank may only report that another has gone; for
@@ -10,23 +10,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from autofit.worker.launch.child import EXIT_SECONDS, Child, Tail, bury_orphans, command_of
+from autofit.worker.launch.child import EXIT_SECONDS, Child, Message, Tail, bury_orphans
 from autofit.worker.launch.reaper import Process, kill_until_gone, with_descendants
+from autofit.worker.launch.tasks import Rank, RankTask
 from autofit.worker.records.trials import (
     Agreed,
     Agreeing,
-    Answer,
-    ChildSpec,
     Event,
     Finished,
-    LaunchRequest,
     OutOfMemory,
     PlanEnded,
     PlanStarted,
@@ -42,85 +39,113 @@ _KILL_SECONDS = 10.0
 """Seconds to wait for killed processes to disappear."""
 
 
+R = TypeVar("R")
+E = TypeVar("E")
+
+
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class Ended:
     """A rank has ended; ``error`` is the exception of the thread that read its events, if any."""
 
     error: BaseException | None = None
 
 
-class Group:
-    """Ranks 0 to ``len(environments) - 1`` of a launch, with the interface of ``Child``.
+def listen(
+    rank: R, events: Iterator[E], received: SimpleQueue[tuple[R, E | Ended]]
+) -> threading.Thread:
+    """Put the events of ``rank`` into ``received``, then ``Ended``; return the thread that does."""
 
-    ``lone`` as for ``Child``. Raises ``WorkerError`` when the system cannot start a process.
+    def run() -> None:
+        error = None
+        try:
+            for event in events:
+                received.put((rank, event))
+        except BaseException as raised:  # noqa: BLE001 - the reader of ``received`` raises it again
+            error = raised
+        received.put((rank, Ended(error)))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+class Group:
+    """The ranks of a launch; a single process is a group of one.
+
+    ``lone`` as for ``Child``.
     """
 
     def __init__(
-        self,
-        command: list[str],
-        specs: Sequence[ChildSpec],
-        environments: Sequence[Mapping[str, str]],
-        *,
-        lone: bool = False,
-        uid: int | None = None,
+        self, ranks: Sequence[Rank], *, lone: bool = False, report_seconds: float = REPORT_SECONDS
     ) -> None:
+        self.ranks = ranks
+        self.speaker = ranks[0]
+        """The rank that sent the last event of ``events``."""
         self.timed_out = False
+        self._several = len(ranks) > 1
         self._lone = lone
         self._over = False
         """This object ended the ranks; their later events say nothing about the script."""
         self._limit: threading.Timer | None = None
         self._listeners: list[threading.Thread] = []
-        self._received: SimpleQueue[tuple[Child, Event | _Ended]] = SimpleQueue()
+        self._received: SimpleQueue[tuple[Rank, Event | Ended]] = SimpleQueue()
         self._agreeing: dict[int, Agreeing] = {}
         self._finished: dict[int, Finished] = {}
-        self._followers: list[tuple[Child, Raised]] = []
+        self._followers: list[tuple[Rank, Raised]] = []
         """Ranks that only reported another rank's end, with their reports."""
-        self._culprit: Child | None = None
+        self._culprit: Rank | None = None
         """The rank that failed first."""
         self._index = 0
-        self._report_seconds = report_seconds(specs)
-        self._ranks: list[Child] = []
+        self._report_seconds = report_seconds
+        self._timers: list[threading.Timer] = []
+
+    @classmethod
+    def start(
+        cls,
+        command: list[str],
+        tasks: Sequence[RankTask],
+        *,
+        lone: bool = False,
+        uid: int | None = None,
+    ) -> Self:
+        """Start a rank for each task, with ``command`` if it runs on this host.
+
+        Raises ``WorkerError`` when a process cannot be started.
+        """
+        ranks: list[Rank] = []
         with ExitStack() as stack:
-            for rank, (spec, environment) in enumerate(zip(specs, environments, strict=True)):
-                program = command_of(spec, command)
-                child = Child.start(program, replace(spec, rank=rank), environment, uid=uid)
-                self._ranks.append(stack.enter_context(child))
+            for task in tasks:
+                rank: Rank
+                if task.host is None:
+                    alone = lone and len(tasks) == 1
+                    rank = Child.start(command, task.spec, task.environment, lone=alone, uid=uid)
+                else:
+                    rank = task.host.start(task.spec, task.environment)
+                stack.callback(rank.end)
+                ranks.append(rank)
             stack.pop_all()
-        self.speaker = self._ranks[0]
-        """The rank that sent the last event of ``events``."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    # --- the interface of ``Child`` --------------------------------------------------------
+        return cls(ranks, lone=lone, report_seconds=report_seconds(tasks))
 
     @property
     def tail(self) -> Tail:
         """The last lines of the rank that failed first; rank 0's if none failed."""
-        return (self._culprit or self._ranks[0]).tail
+        return (self._culprit or self.ranks[0]).tail
 
     @property
     def returncode(self) -> int | None:
-        """``Child.returncode`` of the rank that failed first; ``None`` if none failed."""
-        return None if self._culprit is None else self._culprit.returncode
+        """``Rank.returncode`` of the rank that failed first; ``None`` if none of several failed."""
+        rank = self._culprit if self._several else self.ranks[0]
+        return None if rank is None else rank.returncode
 
     @property
     def label(self) -> str:
-        """Prefix of a message about the rank that failed first; empty if none failed."""
-        return "" if self._culprit is None else f"rank {self._culprit.rank}: "
+        """Prefix of a message about the rank that failed first; empty if none of several failed."""
+        return "" if self._culprit is None else self._label_of(self._culprit)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The ids of the processes that this object started."""
-        return tuple(child.pid for child in self._ranks)
+        return tuple(pid for rank in self.ranks for pid in rank.pids)
 
     def limit(self, seconds: float | None) -> None:
         """Kill all ranks after ``seconds``; a call restarts the timer, ``None`` removes it."""
@@ -128,32 +153,30 @@ class Group:
             self._limit.cancel()
             self._limit = None
         if seconds is not None:
-            self._limit = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._time_out)
-            self._limit.daemon = True
-            self._limit.start()
+            self._limit = self._after(seconds, self._time_out)
 
     def linger(self, seconds: float) -> None:
         """Give the ranks ``seconds`` to exit by themselves, then kill them."""
-        for child in self._ranks:
-            child.linger(seconds)
+        self._after(seconds, lambda: [rank.kill() for rank in self.ranks])
 
-    def answer(self, answer: Answer | Agreed | LaunchRequest) -> None:
+    def answer(self, answer: Message) -> None:
         """Send every rank the answer that all of them are waiting for."""
-        for child in self._ranks:
+        for child in self.ranks:
             child.answer(answer)
 
     def kill(self) -> bool:
         """Kill all ranks without waiting; return ``False`` if all had ended."""
         self._over = True
-        return any([child.kill() for child in self._ranks])
+        return any([child.kill() for child in self.ranks])
 
     def end(self) -> None:
         """Kill all ranks and their descendants, and wait until they are gone."""
-        self.limit(None)
+        for timer in self._timers:
+            timer.cancel()
         self.kill()
         for listener in self._listeners:
             listener.join()
-        for child in self._ranks:
+        for child in self.ranks:
             child.end()
         if self._lone:
             kill_until_gone(_orphans, _KILL_SECONDS)
@@ -164,19 +187,16 @@ class Group:
         """Which ranks wait for which to agree, for a message about a hang; empty if none waits."""
         if not self._agreeing:
             return ""
-        others = [child.rank for child in self._ranks if child.rank not in self._agreeing]
+        others = [child.rank for child in self.ranks if child.rank not in self._agreeing]
         waiting = "; ".join(f"rank {rank} is at {event.what}" for rank, event in self._sorted())
         return f"{waiting}, and waits for rank {', '.join(map(str, others))}"
 
     # --- events of the ranks ---------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:
-        """Send the spec to each rank, then yield the events of the launch until all have ended."""
-        for child in self._ranks:
-            listener = threading.Thread(target=self._listen, args=(child,), daemon=True)
-            listener.start()
-            self._listeners.append(listener)
-        running = len(self._ranks)
+        """Yield the events of the launch until all ranks have ended."""
+        self._listeners = [listen(r, r.events(), self._received) for r in self.ranks]
+        running = len(self.ranks)
         deadline: float | None = None
         while running:
             try:
@@ -186,7 +206,7 @@ class Group:
                 deadline = None
                 yield from self._blame_follower()
                 continue
-            if isinstance(event, _Ended):
+            if isinstance(event, Ended):
                 running -= 1
                 if event.error is not None:
                     raise event.error
@@ -197,16 +217,7 @@ class Group:
                 deadline = time.monotonic() + self._report_seconds
         yield from self._blame_follower()
 
-    def _listen(self, child: Child) -> None:
-        error = None
-        try:
-            for event in child.events():
-                self._received.put((child, event))
-        except BaseException as raised:  # noqa: BLE001 - ``events`` raises it again
-            error = raised
-        self._received.put((child, _Ended(error)))
-
-    def _handle(self, child: Child, event: Event) -> Iterator[Event]:
+    def _handle(self, child: Rank, event: Event) -> Iterator[Event]:
         if self._over or self._culprit is not None:
             return
         match event:
@@ -214,7 +225,7 @@ class Group:
                 self._agreeing[child.rank] = event
                 self._agree()
                 yield from self._end_if_stuck()
-            case Raised(follows=True):
+            case Raised(follows=True) if self._several:
                 self._followers.append((child, event))
             case Raised():
                 self._blame(child)
@@ -225,7 +236,7 @@ class Group:
             case Finished():
                 self._finished[child.rank] = event
                 stopped = event.stopped and child.rank == 0
-                if stopped or len(self._finished) == len(self._ranks):
+                if stopped or len(self._finished) == len(self.ranks):
                     self._over = stopped
                     yield self._finished[0]
                 else:
@@ -240,7 +251,7 @@ class Group:
                 yield event
 
     def _agree(self) -> None:
-        if len(self._agreeing) == len(self._ranks):
+        if len(self._agreeing) == len(self.ranks):
             agreeing = tuple(each for _, each in self._sorted())
             self._agreeing.clear()
             self.answer(Agreed(said=agreeing))
@@ -255,14 +266,14 @@ class Group:
     def _sorted(self) -> list[tuple[int, Agreeing]]:
         return sorted(self._agreeing.items())
 
-    def _has_ended(self, child: Child) -> Iterator[Event]:
+    def _has_ended(self, child: Rank) -> Iterator[Event]:
         """Blame a rank that ended without reporting an error or the end of its script."""
         if self._over or self._culprit is not None or child.rank in self._finished:
             return
         if child.returncode is None or any(child is each for each, _ in self._followers):
             return
         self._blame(child)
-        if child.returncode == 0:
+        if child.returncode == 0 and self._several:
             message = f"rank {child.rank} ended by itself (exit code 0), and the others went on"
             yield Raised(
                 index=self._index, kind="error", message=message, traceback=str(child.tail)
@@ -276,29 +287,39 @@ class Group:
             before = "".join(f"after rank {rank} had ended: " for rank in self._finished)
             yield self._labelled(child, replace(event, message=before + event.message))
 
-    def _blame(self, child: Child) -> None:
+    def _blame(self, child: Rank) -> None:
         """Kill the other ranks, which would wait for ``child``; let ``child`` exit by itself."""
         self._culprit = self.speaker = child
-        child.linger(EXIT_SECONDS)
-        for other in self._ranks:
+        self._after(EXIT_SECONDS, child.kill)
+        for other in self.ranks:
             if other is not child:
                 other.kill()
 
-    def _labelled(self, child: Child, event: Raised | Shortage) -> Event:
+    def _labelled(self, child: Rank, event: Raised | Shortage) -> Event:
         """Return ``event`` with the rank put before its message."""
-        label = f"rank {child.rank}: "
+        label = self._label_of(child)
         if isinstance(event, Raised):
             return replace(event, message=label + event.message)
         found: OutOfMemory = event.out_of_memory
         return replace(event, out_of_memory=replace(found, message=label + found.message))
 
+    def _label_of(self, child: Rank) -> str:
+        return f"rank {child.rank}: " if self._several else ""
+
+    def _after(self, seconds: float, action: Callable[[], object]) -> threading.Timer:
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), action)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+        return timer
+
     def _time_out(self) -> None:
         self.timed_out = self.kill()
 
 
-def report_seconds(specs: Sequence[ChildSpec]) -> float:
+def report_seconds(tasks: Sequence[RankTask]) -> float:
     """Return how many seconds the failed rank has to report its error after another noticed it."""
-    return REPORT_SECONDS if all(each.host is None for each in specs) else _REMOTE_REPORT_SECONDS
+    return REPORT_SECONDS if all(each.host is None for each in tasks) else _REMOTE_REPORT_SECONDS
 
 
 def _orphans(table: dict[int, Process]) -> set[Process]:

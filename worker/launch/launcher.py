@@ -4,7 +4,7 @@ The child is a new interpreter that runs the harness by its path. ``AUTOFIT_EVEN
 ``AUTOFIT_CONTROL_FD`` hold the descriptors of its two pipes. The child receives one ``ChildSpec``
 with ``multiprocessing.connection.Connection.recv`` and sends events with ``Connection.send``.
 ``lifeline.watch`` ends it when the control pipe breaks. The parent replies to ``Asking`` with an
-``Answer``. A launch may consist of several such processes, the ranks (``group.py``).
+``Answer``. A launch consists of one such process, or of several, the ranks (``group.py``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autofit.worker.launch import other_uid, rank_environment, replicas
-from autofit.worker.launch.child import EXIT_SECONDS, Child, python
+from autofit.worker.launch import other_uid
+from autofit.worker.launch.child import EXIT_SECONDS, python
 from autofit.worker.launch.environment import child_environment
 from autofit.worker.launch.group import Group
 from autofit.worker.launch.guard import BRIEFLY, Guard
 from autofit.worker.launch.reaper import SESSION, processes, with_descendants
+from autofit.worker.launch.tasks import Hosts, tasks
 from autofit.worker.oom import classifier
 from autofit.worker.records.inspection import Inspected
 from autofit.worker.records.phases import Seconds, added, filled, without
@@ -80,6 +81,7 @@ def launch(
     guard: Guard | None = None,
     uid: int | None = None,
     started: Started | None = None,
+    hosts: Hosts | None = None,
 ) -> Iterator[LaunchEvent]:
     """Start the processes of ``request`` and yield their events and reports, ``LaunchEnded`` last.
 
@@ -93,13 +95,22 @@ def launch(
     files (default: the system's). ``lone``: as for ``Child``. ``control``: lets another thread stop
     the launch or answer it. ``guard``: remembers the slot's cards from earlier launches. ``uid``:
     under which the processes run, if this process is root. ``started``: the prepared process, if it
-    was started before, beside no other launch.
+    was started before, beside no other launch. ``hosts``: where replicas run, if some run on other
+    hosts than this one.
     Raises ``WorkerError`` when a process cannot be started.
     """
     user = os.environ if environment is None else environment
     control = control or Control()
     guard = guard or Guard.of(request.device, user)
-    begin = partial(start, harness=harness, environment=user, scratch=scratch, lone=lone, uid=uid)
+    begin = partial(
+        start,
+        harness=harness,
+        environment=user,
+        scratch=scratch,
+        lone=lone,
+        uid=uid,
+        hosts=hosts,
+    )
     done = yield from _run(begin, control, guard, request, started)
     if not done and (used_for := control.wait_for_use()) is not None:
         yield from _run(begin, control, guard, used_for)
@@ -111,7 +122,7 @@ def launch(
 class Started:
     """The processes of a launch."""
 
-    child: Child | Group
+    group: Group
     folder: Path
     """Of their temporary files; ``end`` removes it."""
     since: float
@@ -119,7 +130,7 @@ class Started:
 
     def end(self) -> None:
         """End the processes and remove their files."""
-        self.child.end()
+        self.group.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -132,6 +143,7 @@ def start(
     lone: bool = False,
     uid: int | None = None,
     session: str | None = None,
+    hosts: Hosts | None = None,
 ) -> Started:
     """Start the processes of ``request``; the parameters are those of ``launch``.
 
@@ -151,9 +163,10 @@ def start(
             variables = other_uid.with_own_shim(variables, folder)
             other_uid.give(folder, uid)
         spec = ChildSpec(request=request, scratch=str(overlay))
-        child = _processes(python(harness), spec, variables, lone, uid)
+        ready = tasks(spec, variables, hosts)
+        group = Group.start(python(harness), ready, lone=lone, uid=uid)
         stack.pop_all()
-    return Started(child, folder, since)
+    return Started(group, folder, since)
 
 
 def _run(
@@ -172,22 +185,22 @@ def _run(
     started = started or begin(request)
     with ExitStack() as stack:
         stack.callback(started.end)
-        child = started.child
-        child.limit(None if request.prepared else request.timeout)
+        group = started.group
+        group.limit(None if request.prepared else request.timeout)
         reporter = _TrialReporter(request, guard, since, alone=alone)
-        control.attach(child, reporter)
-        for event in child.events():
+        control.attach(group, reporter)
+        for event in group.events():
             if isinstance(event, Asking):
-                child.limit(None)  # the time until the answer is not the child's
-            yield from reporter.forward(event, child)
+                group.limit(None)  # the time until the answer is not the child's
+            yield from reporter.forward(event, group)
             if reporter.taken:
-                child.kill()
+                group.kill()
             if reporter.final is not None:
-                child.linger(0.0 if reporter.stopped else EXIT_SECONDS)
+                group.linger(0.0 if reporter.stopped else EXIT_SECONDS)
         control.detach()
-        if request.prepared and not reporter.was_used(child.timed_out or control.stopped):
+        if request.prepared and not reporter.was_used(group.timed_out or control.stopped):
             return False
-        end = _End.of(child, reporter.kills, control.stopped)
+        end = _End.of(group, reporter.kills, control.stopped)
         yield from reporter.close(end)
     lost = guard.wait(request.budget)
     seconds = time.monotonic() - reporter.start
@@ -204,31 +217,12 @@ def _run(
     return True
 
 
-def _processes(
-    command: list[str],
-    spec: ChildSpec,
-    environment: Mapping[str, str],
-    lone: bool,
-    uid: int | None,
-) -> Child | Group:
-    """Start the launch's single process, or its ranks."""
-    if spec.request.replicas > 1:
-        specs, each = replicas.tasks(spec, environment)
-        return Group(command, specs, each, lone=lone, uid=uid)
-    count = spec.request.ranks
-    if count == 1:
-        return Child.start(command, spec, environment, lone=lone, uid=uid)
-    port = rank_environment.free_port()
-    each = [rank_environment.environment(rank, count, port, environment) for rank in range(count)]
-    return Group(command, [spec] * count, each, lone=lone, uid=uid)
-
-
 class Control:
     """Lets another thread stop a running launch, answer it, or use a prepared one."""
 
     def __init__(self) -> None:
         self.stopped = False
-        self._child: Child | Group | None = None
+        self._group: Group | None = None
         self._reporter: _TrialReporter | None = None
         self._lock = threading.Lock()
         self._used_for: LaunchRequest | None = None
@@ -239,15 +233,15 @@ class Control:
     def pids(self) -> tuple[int, ...]:
         """The ids of the running processes that the launcher started."""
         with self._lock:
-            return () if self._child is None else self._child.pids
+            return () if self._group is None else self._group.pids
 
     def stop(self) -> None:
         """Kill the launch now, or when it starts; its plan is reported as interrupted."""
         with self._lock:
             self.stopped = True
             self._decided.set()
-            if self._child is not None:
-                self._child.kill()
+            if self._group is not None:
+                self._group.kill()
 
     def use(self, request: LaunchRequest, guard: Guard) -> bool:
         """Use a prepared launch for ``request``; return whether its process still runs.
@@ -258,22 +252,22 @@ class Control:
         with self._lock:
             self._used_for = request
             self._decided.set()
-            if self._child is None:
+            if self._group is None:
                 return False
             if occupied:  # the new process that takes its place reports it
-                self._child.kill()
+                self._group.kill()
             else:
-                self._hand_over(self._child, request)
+                self._hand_over(self._group, request)
             return True
 
-    def _hand_over(self, child: Child | Group, request: LaunchRequest) -> None:
-        assert self._reporter is not None, "it is attached with the child"
+    def _hand_over(self, group: Group, request: LaunchRequest) -> None:
+        assert self._reporter is not None, "it is attached with the group"
         if not self._reporter.suits(request):
-            child.kill()
+            group.kill()
             return
         self._reporter.use(request)
-        child.limit(request.timeout)
-        child.answer(request)
+        group.limit(request.timeout)
+        group.answer(request)
 
     def wait_for_use(self) -> LaunchRequest | None:
         """Wait until the launch is used, and return the request; ``None`` if it is stopped."""
@@ -283,37 +277,37 @@ class Control:
     def answer(self, answer: Answer) -> None:
         """Answer a launch that asks; do nothing if the launch has ended."""
         with self._lock:
-            if self._child is None or self._reporter is None:
+            if self._group is None or self._reporter is None:
                 return
             self._reporter.answered(answer)
-            self._child.limit(answer.timeout)
-            self._child.answer(answer)
+            self._group.limit(answer.timeout)
+            self._group.answer(answer)
 
-    def attach(self, child: Child | Group, reporter: _TrialReporter) -> None:
-        """Connect this object to ``child``; kill ``child`` if ``stop`` was called before."""
+    def attach(self, group: Group, reporter: _TrialReporter) -> None:
+        """Connect this object to ``group``; kill ``group`` if ``stop`` was called before."""
         with self._lock:
-            self._child, self._reporter = child, reporter
+            self._group, self._reporter = group, reporter
             if self.stopped:
-                child.kill()
+                group.kill()
             elif reporter.prepared and self._used_for is not None:
-                self._hand_over(child, self._used_for)
+                self._hand_over(group, self._used_for)
 
     def detach(self) -> None:
-        """Disconnect this object from a child that has ended."""
+        """Disconnect this object from a group that has ended."""
         with self._lock:
-            self._child = self._reporter = None
+            self._group = self._reporter = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """How the child ended, from what its parent can see."""
+    """How the processes ended, from what their parent can see."""
 
     returncode: int
-    """Exit code, or minus the signal that ended it; 0 for a child that the launcher killed."""
+    """Exit code, or minus the signal that ended it; 0 for a process that the launcher killed."""
     timed_out: bool
     interrupted: bool
     oom_kills: int
-    """Processes that the kernel's OOM killer ended during the launch: this child or others."""
+    """Processes that the kernel's OOM killer ended during the launch: its own or others."""
     output: str
     label: str = ""
     """The rank that failed, with several ranks: ``"rank 1: "``."""
@@ -321,16 +315,16 @@ class _End:
     """Which ranks waited for which; empty if none did."""
 
     @classmethod
-    def of(cls, child: Child | Group, kills_before: int, interrupted: bool) -> _End:
-        """Return how ``child``, which has ended, came to its end."""
+    def of(cls, group: Group, kills_before: int, interrupted: bool) -> _End:
+        """Return how ``group``, which has ended, came to its end."""
         return cls(
-            returncode=child.returncode or 0,
-            timed_out=child.timed_out,
+            returncode=group.returncode or 0,
+            timed_out=group.timed_out,
             interrupted=interrupted,
             oom_kills=classifier.oom_kills() - kills_before,
-            output=str(child.tail),
-            label=child.label,
-            waiting=child.waiting,
+            output=str(group.tail),
+            label=group.label,
+            waiting=group.waiting,
         )
 
     @property
@@ -422,14 +416,14 @@ class _TrialReporter:
         self._timeout = answer.timeout
         self._plans += answer.plans
 
-    def forward(self, event: Event, child: Child | Group) -> Iterator[LaunchEvent]:
-        """Record an event of ``child``; yield what the controller needs of it."""
+    def forward(self, event: Event, group: Group) -> Iterator[LaunchEvent]:
+        """Record an event of ``group``; yield what the controller needs of it."""
         if self.taken:
             return
         match event:
-            case Shortage() if self._was_taken(event.out_of_memory, child):
+            case Shortage() if self._was_taken(event.out_of_memory, group):
                 pass
-            case Raised() if event.starved() and self._was_taken(event.out_of_memory, child):
+            case Raised() if event.starved() and self._was_taken(event.out_of_memory, group):
                 pass
             case PlanEnded() if event.report.index in self._reported:
                 pass  # another rank has reported the same end
@@ -516,16 +510,16 @@ class _TrialReporter:
         report = self._report(Verdict.MEASURED, reason)
         return replace(report, measurements=tuple(done), best=best)
 
-    def _was_taken(self, short: OutOfMemory, child: Child | Group) -> bool:
+    def _was_taken(self, short: OutOfMemory, group: Group) -> bool:
         """Return whether other processes made memory run out on the reporting rank's card.
 
         If so, ``taken`` names them.
         """
         if short.room is None:
             return False
-        own = {process.pid for process in with_descendants(child.pids, processes())}
-        speaker = child.speaker
-        if self._guard.taken(short.room, self._budget, own - {speaker.pid}, speaker.rank):
+        own = {process.pid for process in with_descendants(group.pids, processes())}
+        beside = own - {*group.speaker.pids}
+        if self._guard.taken(short.room, self._budget, beside, group.speaker.rank):
             self.taken = self._guard.takers(own)
         return bool(self.taken)
 

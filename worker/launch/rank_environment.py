@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 
 from autofit.exceptions import WorkerError
-from autofit.worker.records.hosts import LOOPBACK
+from autofit.worker.records.trials import LOOPBACK
 
 PORTS = range(20_000, 32_768)
 THREADS = "OMP_NUM_THREADS"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from autofit import host
 from autofit.exceptions import UsageError, WorkerError
@@ -104,18 +104,18 @@ def require_cap(device: str) -> None:
         raise UsageError(NO_SHIM)
 
 
-def forget() -> None:
-    """Remove the variables of ``environment`` from ``os.environ`` and restore earlier values.
+def forget(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the variables of ``environment`` from ``variables`` and restore earlier values.
 
     The meter of this process keeps working. Data loader workers and subprocesses inherit none of
     the variables.
     """
-    before: dict[str, str | None] = json.loads(os.environ.pop(_BEFORE, "{}"))
+    before: dict[str, str | None] = json.loads(variables.pop(_BEFORE, "{}"))
     for name, value in before.items():
         if value is None:
-            os.environ.pop(name, None)
+            variables.pop(name, None)
         else:
-            os.environ[name] = value
+            variables[name] = value
 
 
 def for_device(device: str) -> Meter:

@@ -15,7 +15,6 @@ from autofit.plan import Plan
 from autofit.strategies import ranks
 from autofit.strategies.checkpointing import more_blocks
 from autofit.worker.records import medians
-from autofit.worker.records.hosts import LOOPBACK, Hosts, RemoteHost
 from autofit.worker.records.inspection import Growth, Inspected, Inspection
 from autofit.worker.records.phases import Seconds
 from autofit.worker.records.places import Place
@@ -25,6 +24,8 @@ PROBE_SPREAD = 0.05
 """How far the seconds of a probe may be off: the loader and the loss are not part of it."""
 HORIZON = 10_000
 """Default number of optimizer steps over which the compile time is spread."""
+LOOPBACK = "127.0.0.1"
+"""Address at which rank 0 listens if all ranks are on one host."""
 
 
 class Verdict(StrEnum):
@@ -645,8 +646,6 @@ class LaunchRequest:
     """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""
     measures_bandwidth: bool = False
     """Whether the replicas first measure how fast they communicate, if they have the memory."""
-    hosts: Hosts | None = None
-    """Where replicas run; ``None`` if all of them run on this host."""
     proven: tuple[Proven, ...] = ()
     """Evidence from earlier launches."""
     peaks: tuple[int, ...] = ()
@@ -716,8 +715,6 @@ class ChildSpec:
     """The child's rank."""
     meeting: Meeting | None = None
     """Where the ranks meet, if they are replicas of a single-process script."""
-    host: RemoteHost | None = None
-    """Where the rank runs; ``None`` for this host."""
 
     @property
     def saves_files(self) -> bool:

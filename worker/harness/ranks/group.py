@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
 from autofit.strategies.base import WeightShards
-from autofit.worker.records.hosts import LOOPBACK
-from autofit.worker.records.trials import Meeting
+from autofit.worker.records.trials import LOOPBACK, Meeting
 
 PATIENCE = timedelta(seconds=300)
 """How long a rank waits for one that is neither at another meeting nor gone.
