@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -174,7 +175,7 @@ def main() -> None:
         profile.stop()
         profile.export_chrome_trace(options.profile)
     last = times[len(times) // 2 : -4]
-    seconds = statistics.median(b - a for a, b in zip(last, last[1:], strict=False))
+    seconds = statistics.median(b - a for a, b in pairwise(last))
     if ranks.rank == 0:
         print(f"speed {size / seconds:.1f} samples/s", flush=True)
     if dist.is_initialized():

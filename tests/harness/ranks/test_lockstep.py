@@ -40,7 +40,7 @@ else:
     raise AssertionError("a group of the script's own")
 assert group.meet("a question", "x" * (3000 * rank)) == ["", "x" * 3000]
 
-one, other, none = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1))
+one, other, none = map(nn.Parameter, (torch.ones(3), torch.ones(2, 2), torch.ones(1)))
 one.grad, other.grad = torch.ones(3), torch.ones(2, 2) if rank else None
 found = Reductions(group).of([one, other, none]).finish([torch.ones(2)])
 assert torch.equal(found[0], torch.full((3,), 2.0)) and torch.equal(found[1], torch.ones(2, 2))
