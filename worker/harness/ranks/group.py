@@ -61,21 +61,6 @@ class Said:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Messages of one length that are on their way."""
-
-    work: Any
-    rows: list[torch.Tensor]
-
-    def read(self) -> list[tuple[int, bytes]]:
-        """Wait for all; return each rank's length of its message, and the part that was sent."""
-        self.work.wait()
-        texts = [bytes(row.numpy()) for row in self.rows]
-        sizes = [int.from_bytes(text[:8], "little") for text in texts]
-        return [(size, text[8 : 8 + size]) for size, text in zip(sizes, texts, strict=True)]
-
-
 class RankGroup:
     """The ranks of one training, as seen by one of them."""
 
@@ -85,8 +70,6 @@ class RankGroup:
         self.over = False
         """A meeting has failed; there will be no other."""
         self._met = 0
-        self._announced: tuple[Said, _Exchange] | None = None
-        """What was announced last, until it is compared."""
 
     @classmethod
     def connect(cls, rank: int, size: int, meeting: Meeting, device: str) -> RankGroup:
@@ -106,44 +89,16 @@ class RankGroup:
 
     # --- meetings --------------------------------------------------------------------------
 
-    def announce(self, what: str) -> None:
-        """Say what this rank is about to do, and do not wait for what the others say.
-
-        The next meeting compares it. A rank that is elsewhere finds out at its own next meeting,
-        even if this one waits for a tensor from it.
-        """
-        self._compare_announced()
-        said = Said(self._met, what, None)
-        self._met += 1
-        self._announced = said, self._start(pickle.dumps(said), _SHORT)
-
     def meet(self, what: str, value: Any = None) -> list[Any]:
         """Return what each rank brings, by rank, once all are about to do ``what``.
 
         Raises ``Diverged`` if another rank is about to do something else, and ``RankGone`` if it
         has ended. Values are pickled.
         """
-        self._compare_announced()
-        said = Said(self._met, what, value)
+        if self.over:
+            raise RankGone(f"no rank meets any more, and this one is at {what}")
+        said = self._exchange(Said(self._met, what, value))
         self._met += 1
-        message = pickle.dumps(said)
-        with self._listening(said):
-            rows = self._start(message, _SHORT).read()
-            longest = max(size for size, _ in rows)
-            if longest > _SHORT:
-                rows = self._start(message, longest).read()
-        return self._compared(rows)
-
-    def _compare_announced(self) -> None:
-        if self._announced is not None:
-            (said, exchange), self._announced = self._announced, None
-            with self._listening(said):
-                rows = exchange.read()
-            self._compared(rows)
-
-    def _compared(self, rows: Sequence[tuple[int, bytes]]) -> list[Any]:
-        """Return the values that all ranks have said, if they are about to do the same."""
-        said: list[Said] = [pickle.loads(text) for _, text in rows]
         if len({(each.number, each.what) for each in said}) > 1:
             self.over = True
             where = ", ".join(f"rank {rank} is at {each.what}" for rank, each in enumerate(said))
@@ -153,24 +108,28 @@ class RankGroup:
             )
         return [each.value for each in said]
 
-    @contextmanager
-    def _listening(self, said: Said) -> Iterator[None]:
-        """Raise ``RankGone`` if the messages of this context do not come."""
-        if self.over:
-            raise RankGone(f"no rank meets any more, and this one is at {said.what}")
+    def _exchange(self, said: Said) -> list[Said]:
+        message = pickle.dumps(said)
         try:
-            yield
+            rows = self._messages(message, _SHORT)
+            longest = max(size for size, _ in rows)
+            if longest > _SHORT:
+                rows = self._messages(message, longest)
         except RuntimeError as error:
             self.over = True
             line = str(error).partition("\n")[0]
             raise RankGone(f"another rank has ended or hangs, at {said.what}: {line}") from error
+        return [pickle.loads(text) for _, text in rows]
 
-    def _start(self, message: bytes, length: int) -> _Exchange:
+    def _messages(self, message: bytes, length: int) -> list[tuple[int, bytes]]:
         own = torch.zeros(8 + length, dtype=torch.uint8)
         head = len(message).to_bytes(8, "little") + message[:length]
         own[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        return _Exchange(dist.all_gather(rows, own, async_op=True), rows)
+        dist.all_gather(rows, own)
+        texts = [bytes(row.numpy()) for row in rows]
+        sizes = [int.from_bytes(text[:8], "little") for text in texts]
+        return [(size, text[8 : 8 + size]) for size, text in zip(sizes, texts, strict=True)]
 
     # --- tensors ---------------------------------------------------------------------------
 
@@ -199,14 +158,7 @@ class RankGroup:
 
     def gather(self, own: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Return each rank's tensor; ``shapes`` has the shape of each, and the types are equal."""
-        try:
-            return self._gather(own.contiguous(), shapes)
-        except RuntimeError as error:
-            self._compare_announced()  # the rank that is gone may have said where it was
-            line = str(error).partition("\n")[0]
-            raise RankGone(f"another rank has ended: {line}") from error
-
-    def _gather(self, own: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        own = own.contiguous()
         found = [own.new_empty(shape) for shape in shapes]
         if len(set(shapes)) == 1:
             dist.all_gather([_bytes_of_flags(each) for each in found], _bytes_of_flags(own))

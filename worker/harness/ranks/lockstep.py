@@ -41,8 +41,7 @@ PIECE = 1 << 22
 class Comparisons:
     """Says which calls of a root are compared among the ranks: the first, and some at random.
 
-    What was equal in the first calls is taken for equal until the next comparison. So a step needs
-    one meeting only, that of the sum of its gradients.
+    Arguments that were equal in the first calls are taken for equal until the next comparison.
     """
 
     def __init__(self) -> None:

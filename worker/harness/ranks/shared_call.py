@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -150,8 +150,6 @@ class SharedRoot:
             batch, same = same_arguments(self.group, self.name, batch, compare=not self._follows)
             self._follows = not same
             args, kwargs = batch.call(batch.leaves)
-        else:
-            self.group.announce(f"a call of {self.name}")
         if self._stale:
             same_weights(self.group, self.owner.module)
             self._stale = False
@@ -222,17 +220,6 @@ class _Output:
             return cls(output.shape, output.dtype, output.requires_grad, None)
         return cls(None, None, False, output)
 
-    def of_samples(self, dim: int, own: Cut, other: Cut) -> _Output:
-        """Return the description for the samples ``other``, where this one is for ``own``."""
-        if self.shape is None:
-            return self
-        rows, rest = divmod(self.shape[dim], own[1] - own[0])
-        if rest:
-            raise Refused("an output does not have the same number of rows for each sample")
-        shape = [*self.shape]
-        shape[dim] = rows * (other[1] - other[0])
-        return replace(self, shape=torch.Size(shape))
-
 
 class SharedCall:
     """One call of a root, divided among ranks: its forward pass and its backward pass."""
@@ -285,15 +272,8 @@ class SharedCall:
 
         A slice may lack what its samples refer to, such as pictures in a list of their own. The
         error is raised if forwards communicate or change state, or if plans are compared.
-
-        The ranks tell each other of their outputs, unless this call is like one before it: then
-        each rank knows the shapes of the others' from its own.
         """
         self._root.calls += 1
-        if not (self._compared or self._refers_to_others):
-            self._local, self._spec = self._forward()
-            self._said = self._expected(self._local)
-            return ""
         own: list[_Output] | str
         try:
             self._local, self._spec = self._forward()
@@ -306,31 +286,9 @@ class SharedCall:
                 raise
             own = f"the model raises {type(error).__name__} for a part of it: {error}"
             free_frames(error)
-        said = self._root.group.meet(f"the outputs of {self._root.name}", own)
+        said = self._root.group.meet(f"a call of {self._root.name}", own)
         self._said = [each for each in said if isinstance(each, list)]
         return next((each for each in said if isinstance(each, str)), "")
-
-    @property
-    def _refers_to_others(self) -> bool:
-        """Whether an argument without the batch's dimension may belong to some samples only."""
-        return any(
-            isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-            for i, leaf in enumerate(self._batch.leaves)
-            if i not in self._layout.batched
-        )
-
-    def _expected(self, local: list[Any]) -> list[list[_Output]]:
-        """Return what each rank's outputs are like, if each sample has as many rows as here."""
-        if len(local) != len(self._layout.joins):
-            raise Refused(OTHER_STRUCTURE)
-        own = [_Output.of(each) for each in local]
-        return [
-            [
-                each.of_samples(join.dim, self._cut, cut) if join.rows else each
-                for each, join in zip(own, self._layout.joins, strict=True)
-            ]
-            for cut in self._cuts
-        ]
 
     def outputs(self) -> Any:
         """Return the outputs of the whole batch."""
