@@ -117,7 +117,10 @@ class RemoteRank:
         self._ended = self._killed = False
 
     def events(self) -> Iterator[Event]:
-        """Yield the rank's events until it has ended, and why it did unless it has said so."""
+        """Yield the rank's events until it has ended.
+
+        The last one says why it has ended, if the rank itself has not said so.
+        """
         try:
             self._await_start()
             end = yield from self._hear()

@@ -191,7 +191,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Where gradients of one type and device lie, one after another in one vector."""
+    """A vector that holds gradients of one type and device, one after another."""
 
     positions: tuple[int, ...]
     """The positions of the tensors, whose gradients lie there."""

@@ -346,8 +346,6 @@ class ShardedCall(SharedCall):
     def _forward(self) -> tuple[list[Any], TreeSpec]:
         """Return the outputs of this rank's slice. All ranks must take the same way."""
         found = super()._forward()
-        if not self._compared:
-            return found
         group = self._root.group
         if len(set(group.meet(f"the blocks of {self._root.name}", self._weights.called()))) > 1:
             raise Refused(OTHER_WAY, STRATEGY)

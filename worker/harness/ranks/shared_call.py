@@ -51,7 +51,6 @@ from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
-OTHER_STRUCTURE = "the model's output has another structure for a part of the batch"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
 
 
@@ -320,8 +319,7 @@ class SharedCall:
         with self._together(), draws:
             output = self._run(*args, **kwargs)
         outputs, spec = flatten(output)
-        if self._compared:
-            refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
+        refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
         return outputs, spec
 
     def _trained(self) -> Iterable[torch.Tensor]:
@@ -343,7 +341,7 @@ class SharedCall:
         """
         group = self._root.group
         if any(len(each) != len(self._layout.joins) for each in said):
-            raise Refused(OTHER_STRUCTURE)
+            raise Refused("the model's output has another structure for a part of the batch")
         self._tracked = [
             i
             for i, column in enumerate(zip(*said, strict=True))
