@@ -35,8 +35,8 @@ from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters
 from autofit.worker.harness.ranks.shared_call import (
+    DividedCalls,
     SharedCall,
-    SharedRoot,
     refuse_unknown_tensors,
 )
 from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
@@ -89,7 +89,7 @@ class ShardedWeights:
         """Whether the weights are sharded now."""
         return bool(self._states)
 
-    def start(self, shared: SharedRoot) -> Undo:
+    def start(self, shared: DividedCalls) -> Undo:
         """Run the calls of ``shared`` with sharded weights from now on."""
         shared.sharded = self
         self._undos = [self._owner.around_forward(self._around_root)]
@@ -106,7 +106,7 @@ class ShardedWeights:
 
     def call(
         self,
-        shared: SharedRoot,
+        shared: DividedCalls,
         run: Forward,
         batch: Batch,
         layout: Layout | None,
@@ -327,7 +327,7 @@ class ShardedCall(SharedCall):
 
     def __init__(
         self,
-        root: SharedRoot,
+        root: DividedCalls,
         weights: ShardedWeights,
         run: Forward,
         batch: Batch,

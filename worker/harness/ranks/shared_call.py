@@ -1,11 +1,9 @@
-"""Divides the calls of a root among the ranks; the script sees calls of the whole batch.
+"""One call of a module, divided among the ranks; the script sees a call of the whole batch.
 
-Each call starts from rank 0's arguments. A rank runs its slice of the batch and gets the joined
+All ranks have the same arguments. A rank runs its slice of the batch and gets the joined
 outputs of all slices, by the layout that ``split_check`` has verified. The backward pass runs the
 slice's own graph and sums the gradients over the ranks. It returns the whole gradients to autograd,
 so ``.grad`` never holds those of a slice. A term that the script adds to its loss counts once.
-
-A call whose batch cannot be divided runs whole on every rank, without a sum.
 """
 
 from __future__ import annotations
@@ -28,20 +26,15 @@ from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
 from autofit.worker.harness.batch.outputs import Gradients, Parts
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
-from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
+from autofit.worker.harness.ranks.batch_norm import SharedStatistics
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.lockstep import (
-    Comparisons,
     LabelCheck,
     own_draws,
-    same_arguments,
-    same_generators,
-    same_weights,
 )
 from autofit.worker.harness.ranks.reduction import Reductions
 from autofit.worker.harness.torch_state.graph import differentiated
-from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.modules import transformed, without_hooks_of_script
+from autofit.worker.harness.torch_state.modules import without_hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.layout_cache import plain_layout
@@ -82,7 +75,7 @@ class Sharded(Protocol):
 
     def call(
         self,
-        shared: SharedRoot,
+        shared: DividedCalls,
         run: Forward,
         batch: Batch,
         layout: Layout | None,
@@ -95,87 +88,60 @@ class Sharded(Protocol):
         """Run a call without gradients."""
 
 
-class SharedRoot:
-    """Divides the calls of one root among the ranks of ``group``."""
+class DividedCalls:
+    """Divides the calls of one module among the ranks of ``group``."""
 
-    def __init__(self, owner: Owner, seams: Seams, group: RankGroup) -> None:
+    def __init__(
+        self, owner: Owner, seams: Seams, group: RankGroup, statistics: SharedStatistics | None
+    ) -> None:
+        """``statistics``: those of BatchNorm; ``None`` for a module without one."""
         self.owner = owner
         self.seams = seams
         self.group = group
         self.labels = LabelCheck(group)
-        self._comparisons = Comparisons()
-        self._follows = False
-        """The arguments were not the same on all ranks: each call uses those of rank 0."""
-        joins = has_batch_norm(owner.module)
-        self.statistics = SharedStatistics(seams.patches) if joins else None
-        self.reductions = Reductions(group, apart=joins)
+        self.statistics = statistics
+        self.reductions = Reductions(group, apart=statistics is not None)
         self.sharded: Sharded | None = None
         """Runs the calls if the plan shards the weights."""
         self.calls = 0
         """How many calls were divided."""
-        self._agreed: str | None = None
-        """The layout on which all ranks have agreed last."""
-        self._stale = False
-        """A call ran whole, so that rounding may have made the weights of the ranks differ."""
-        same_generators(group)
-        same_weights(group, owner.module)
+        self._agreed: tuple[str | None, str] | None = None
+        """What all ranks have found last: the layout, or the reason why there is none."""
 
     @property
     def name(self) -> str:
-        """The class of the model."""
+        """The class of the module."""
         return type(self.owner.module).__name__
 
-    def remove(self) -> None:
-        """Leave torch as it was."""
-        if self.statistics is not None:
-            self.statistics.remove()
+    def divided(
+        self, run: Forward, batch: Batch, layout: Layout, *, compared: bool
+    ) -> tuple[Any] | None:
+        """Return the output of a call that is divided by ``layout``.
 
-    def around(self, run: Forward) -> Forward:
-        """Return ``run``, a call of a batch, for a batch that is divided among ranks."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or transformed():
-                if self.sharded is not None:
-                    return self.sharded.evaluate(run, args, kwargs)
-                return run(*args, **kwargs)
-            return self._call(run, args, kwargs)
-
-        return call
-
-    def _call(self, run: Forward, args: Any, kwargs: Any) -> Any:
-        compared = self._comparisons.due()
-        if compared or self._follows:
-            batch = Batch.of(args, kwargs)
-            batch, same = same_arguments(self.group, self.name, batch, compare=not self._follows)
-            self._follows = not same
-            args, kwargs = batch.call(batch.leaves)
-        if self._stale:
-            same_weights(self.group, self.owner.module)
-            self._stale = False
-        batch = Batch.of(args, without_cache(self.owner.module, kwargs))
-        layout = self._layout(batch)
-        if self.sharded is not None:
-            return self.sharded.call(self, run, batch, layout, compared=compared)
-        if layout is not None:
-            call = SharedCall(self, run, batch, layout, compared=compared)
-            if call.divides:
-                start = RandomState.now()
-                failed = call.forward()
-                if not failed:
-                    return call.outputs()
-                start.restore()
-                line = f"autofit: every rank runs the whole of this batch: {failed}"
-                warnings.warn(line, stacklevel=2)
-        self._stale = True
-        return run(*args, **kwargs)
-
-    def _layout(self, batch: Batch) -> Layout | None:
-        """Return the layout on which all ranks agree; ``None`` if a rank has found none."""
-        if self.group.size == 1:  # there is nobody to divide the call with
+        Returns ``None`` if it must run whole. ``compared``: the ranks compare what they find in it.
+        """
+        call = SharedCall(self, run, batch, layout, compared=compared)
+        if not call.divides:
             return None
+        start = RandomState.now()
+        failed = call.forward()
+        if not failed:
+            return (call.outputs(),)
+        start.restore()
+        warnings.warn(f"autofit: every rank runs the whole of this batch: {failed}", stacklevel=2)
+        return None
+
+    def layout(self, batch: Batch) -> tuple[Layout | None, str]:
+        """Return the layout on which all ranks agree.
+
+        Returns ``None`` with the reason if a rank has found none, and without one if there is
+        nothing to divide.
+        """
+        if self.group.size == 1:  # there is nobody to divide the call with
+            return None, ""
         sizes = [batch.leaves[index].shape[0] for index in batched_arguments(batch, 0)[:1]]
         if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
-            return None
+            return None, ""
         layout, reason = None, ""
         try:
             layout = self.owner.layout(batch)
@@ -184,19 +150,15 @@ class SharedRoot:
         except Refused as refusal:
             reason = str(refusal)
         told = str(plain_layout(layout)) if layout is not None else None
-        if told is not None and told == self._agreed:  # from equal arguments, all find the same
-            return layout
+        if (told, reason) == self._agreed:  # from equal arguments, all find the same
+            return layout, reason
         said = self.group.meet(f"how a call of {self.name} is divided", (told, reason))
-        if any(each is None for each, _ in said):
-            reason = next(why for each, why in said if each is None)
-            if self.owner.strict:
-                raise Refused(reason, "ranks")
-            warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
-            return None
-        if len({each for each, _ in said}) > 1:
+        alike = len(set(said)) == 1
+        lacking = next((why for each, why in said if each is None), None)
+        if lacking is None and not alike:
             raise Refused("the ranks have found different ways to divide a call", "ranks")
-        self._agreed = told
-        return layout
+        self._agreed = said[0] if alike else None
+        return (layout, "") if lacking is None else (None, lacking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +186,7 @@ class SharedCall:
     """One call of a root, divided among ranks: its forward pass and its backward pass."""
 
     def __init__(
-        self, root: SharedRoot, run: Forward, batch: Batch, layout: Layout, *, compared: bool
+        self, root: DividedCalls, run: Forward, batch: Batch, layout: Layout, *, compared: bool
     ) -> None:
         """``compared``: the ranks compare what they find in this call."""
         self._root = root

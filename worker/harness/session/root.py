@@ -34,8 +34,10 @@ from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout, Unverified
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
+from autofit.worker.harness.ranks.batch_norm import has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup, sharing
-from autofit.worker.harness.ranks.shared_call import SharedRoot
+from autofit.worker.harness.ranks.shared_call import DividedCalls
+from autofit.worker.harness.ranks.shared_root import SharedRoot
 from autofit.worker.harness.session.root_calls import RootCalls
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
@@ -108,7 +110,7 @@ class HarnessRoot:
             self._watch,
             self._rehearse if self._policy.verifies else None,
         )
-        self._shared: SharedRoot | None = None
+        self._shared: DividedCalls | None = None
         """Divides the calls among ranks; ``None`` where the plan does not."""
         self._sharded: ShardedWeights | None = None
         """The sharded weights, under every plan from the first that shards them."""
@@ -432,7 +434,8 @@ class HarnessRoot:
         return self._share_among(group)
 
     def _share_among(self, group: RankGroup) -> Undo:
-        shared = self._shared = SharedRoot(self, self._seams, group)
+        shared = SharedRoot(self, self._seams, group, self._calls, self._part)
+        self._shared = shared
         undo_wrapper = self._composed.add_outermost(shared.around)
 
         def undo() -> None:
@@ -442,6 +445,21 @@ class HarnessRoot:
 
         return self.outliving(undo)
 
+    def _part(self, module: nn.Module) -> DividedCalls:
+        """Return what divides the calls of a submodule, while those of the root run whole."""
+        assert self._shared is not None, "the root shares its calls"
+
+        def around_proof() -> AbstractContextManager[None]:
+            self.set_aside()
+            return self._policy.around_proof()
+
+        policy = replace(self._policy, strict=False, around_proof=around_proof)
+        known = self.proof.evidence.of(module)
+        root = HarnessRoot(module, self._seams, self._calls, self._on_shortage, known, policy)
+        statistics = self._shared.statistics if has_batch_norm(module) else None
+        root._shared = DividedCalls(root, self._seams, self._shared.group, statistics)
+        return root._shared
+
     def shard_weights(self, shards: WeightShards) -> Undo:
         """Shard the weights over the ranks that ``share`` divides the calls among."""
         from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
@@ -449,7 +467,7 @@ class HarnessRoot:
 
         group = sharing(self._policy.group, shards)
         undos = [] if self._shared is not None else [self._share_among(group)]
-        assert self._shared is not None, "the calls are divided now"
+        assert isinstance(self._shared, SharedRoot), "the calls are divided now"
         whole = whole_tensors(group, self._seams)
         if self._sharded is None:
             self._sharded = ShardedWeights(self, whole, shards)
