@@ -181,7 +181,6 @@ def trial_record(row: models.Trial) -> TrialRecord:
         versions=table(row.versions, "versions"),
         created=row.created,
         ended=row.ended,
-        optuna_number=row.optuna_number,
         report=_report(row),
     )
 

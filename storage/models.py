@@ -22,7 +22,6 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
-    false,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
@@ -125,10 +124,10 @@ class Study(Held, Base):
     facts: Mapped[dict[str, Any] | None] = mapped_column(Json())
     left_out: Mapped[list[Any]]
     seconds: Mapped[float]
-    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    seconds_by_phase: Mapped[dict[str, Any]]
     """The part of ``seconds`` outside of trials, by phase."""
     launches: Mapped[int]
-    prefer: Mapped[str] = mapped_column(String(16), server_default="fidelity")
+    prefer: Mapped[str] = mapped_column(String(16))
     """Of the last search, as ``--prefer``."""
     created: Mapped[datetime]
     opened: Mapped[datetime]
@@ -157,8 +156,6 @@ class Trial(Held, Base):
     launch: Mapped[int]
     budget: Mapped[int] = mapped_column(Bytes)
     versions: Mapped[dict[str, Any]]
-    optuna_number: Mapped[int | None]
-    """The number of the trial in Optuna's study; no foreign key."""
     created: Mapped[datetime]
     ended: Mapped[datetime | None]
 
@@ -170,7 +167,7 @@ class Trial(Held, Base):
     blamed: Mapped[str | None] = mapped_column(String(64))
     traceback: Mapped[str | None] = mapped_column(Text)
     startup_seconds: Mapped[float | None]
-    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(default=dict)
     trace: Mapped[dict[str, Any] | None] = mapped_column(Json(), deferred=True)
     """For the study's reference and confirmation runs; hundreds of kilobytes, loaded on demand."""
 
@@ -196,14 +193,14 @@ class Measurement(Base):
     peak_reserved: Mapped[int] = mapped_column(Bytes)
     peak_device: Mapped[int] = mapped_column(Bytes)
     allocation_retries: Mapped[int]
-    allocations_refused: Mapped[int] = mapped_column(server_default="0")
+    allocations_refused: Mapped[int]
     data_wait: Mapped[float]
     losses: Mapped[list[Any]]
-    compile_seconds: Mapped[float] = mapped_column(server_default="0")
-    rank_peaks: Mapped[list[Any]] = mapped_column(server_default="[]")
+    compile_seconds: Mapped[float]
+    rank_peaks: Mapped[list[Any]]
     checkpointing: Mapped[str | None] = mapped_column(String(16))
-    """The level of ``checkpointing``; null in measurements of older versions."""
-    probed: Mapped[bool] = mapped_column(server_default=false())
+    """The level of ``checkpointing``; null if it was not measured."""
+    probed: Mapped[bool]
 
 
 class Event(Base):
@@ -306,9 +303,9 @@ class Search(Held, Base):
     submission: Mapped[dict[str, Any]]
     subject: Mapped[str] = mapped_column(String(64))
     study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
-    priority: Mapped[int] = mapped_column(server_default="0")
+    priority: Mapped[int]
     deadline: Mapped[datetime | None]
-    gpus: Mapped[int] = mapped_column(server_default="1")
+    gpus: Mapped[int]
     """GPUs that it needs; 1 also on the CPU."""
     upload: Mapped[str | None] = mapped_column(String(64))
     """The digest of its uploaded folder; no foreign key, because uploads are deleted first."""

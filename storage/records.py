@@ -191,8 +191,6 @@ class TrialRecord:
     """In UTC."""
     ended: datetime | None = None
     """In UTC; ``None`` while it runs."""
-    optuna_number: int | None = None
-    """Its number in Optuna's study; ``None`` before it has one."""
     report: TrialReport | None = None
     """Its result, if it is finished."""
 

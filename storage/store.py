@@ -409,13 +409,6 @@ class Store:
             row = self._trial(session, trial)
             return self._record(_trace_of, row)
 
-    def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
-        """Store the number of the trial in Optuna's study; any state allows it."""
-        with self.writing() as session:
-            row = self._trial(session, trial)
-            row.optuna_number = number
-            return self._record(convert.trial_record, row)
-
     # --- events -------------------------------------------------------------------------------
 
     def record_event(
@@ -666,6 +659,7 @@ def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
         key=convert.to_json(key),
         left_out=[],
         seconds=0.0,
+        seconds_by_phase={},
         launches=0,
     )
 

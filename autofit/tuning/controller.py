@@ -537,7 +537,6 @@ class Search:
         for trial in launch.trials:
             if trial.id in running and trial != but:
                 self._store.release(trial)
-                self._history.optuna_study.drop(trial.plan)
 
     # --- whose fault -----------------------------------------------------------------------
 

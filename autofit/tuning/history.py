@@ -1,10 +1,9 @@
-"""What a search has found so far: in the store, in Optuna's study, and as notices."""
+"""What a search has found so far: in the store, in its copy for dashboards, and as notices."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -37,7 +36,6 @@ from autofit.strategies import Facts
 from autofit.tuning import messages
 from autofit.tuning.notices import Confirmed, FactsKnown, Line, Listener, TrialEnded
 from autofit.tuning.options import SearchOptions
-from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
@@ -140,16 +138,15 @@ class History:
 
         ``clock``: measures where the time of this process goes.
         """
+        from autofit.tuning.optuna_study import Dashboard
+
         self.store = store
         store.say = self.say
         self.study = study
         self.options = options
         self.tell = listener
         self.reference = Reference(store.reference(study), self.say)
-        self.optuna_study = OptunaStudy(
-            store, study, horizon=options.horizon, sampler=options.sampler
-        )
-        self.optuna_study.catch_up(store.trials(study))
+        self._dashboard = Dashboard(store, study, horizon=options.horizon)
         self._snapshot: Snapshot | None = None
         self._read_at = -1
         self._started = started
@@ -328,10 +325,9 @@ class History:
         self.store_evidence()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
-            self.optuna_study.tell(trial, phases(trial))
+            self._dashboard.tell(trial)
             self.tell_ended(trial, slot)
         else:
-            self.optuna_study.confirmed(self.now.confirmations)
             self._tell_confirmed(trial)
             for plan in self.now.hardly_fit - before:
                 self.say(messages.hardly_fits(plan))
@@ -351,7 +347,6 @@ class History:
         self.store_evidence()
         trial = next(each for each in self.now.all_finished if each.id == trial.id)
         trial = self.store.amend(trial, amended(trial, report))
-        self.optuna_study.amended(self.now.all_finished)
         self.tell_ended(trial, slot, after="the check" if checked else "real steps")
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
@@ -462,20 +457,3 @@ class History:
     def spent(self, seconds: Seconds) -> None:
         """Add seconds of a launch that belong to no stored trial."""
         self._unstored = added(self._unstored, seconds)
-
-
-def phases(trial: TrialRecord) -> Mapping[str, float]:
-    """Return the seconds of a finished trial by phase: start-up, compilation, steps, and others.
-
-    The check of the plan is the largest part of the others.
-    """
-    report = trial.report
-    if report is None or trial.ended is None:
-        return {}
-    total = (trial.ended - trial.created).total_seconds()
-    found = {
-        "startup": report.startup_seconds,
-        "compile": sum(each.compile_seconds for each in report.measurements),
-        "steps": sum(sum(each.step_seconds) for each in report.measurements),
-    }
-    return {**found, "others": max(0.0, total - sum(found.values()))}

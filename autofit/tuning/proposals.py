@@ -1,4 +1,4 @@
-"""Asks the Optuna study for the plan to measure next, within the limits of the search."""
+"""Proposes the plan to measure next: a fixed start, or a suggestion of the sampler."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ class Proposer:
 
         ``learns``: whether to start from earlier studies of the same model.
         """
+        from autofit.tuning.sampler import Suggestions
+
+        self._suggestions = Suggestions(history.options.sampler)
         self._history = history
         self._learns = learns
         self._earlier: tuple[Plan, ...] = ()
@@ -68,14 +71,14 @@ class Proposer:
 
         Returns ``None`` if no plan is worth a trial there now.
         """
-        study, state = self._history.optuna_study, self.state()
+        state = self.state()
         if self._limit_reached(len(state.finished) + len(state.running)):
             return None
         start, others_wait = self._starts(state).due(launch)
         self._history.require_baseline(reachable=bool(state.level_sets))
-        if start is None and others_wait:
-            return None
-        return study.ask(state, launch, start=start)
+        if start is not None or others_wait:
+            return start
+        return self._suggestions.next(state, launch)
 
     @property
     def has_spread(self) -> bool:
@@ -105,7 +108,7 @@ class Proposer:
         start, others_wait = self._starts(state).due(None)
         if start is not None or others_wait:
             return start is not None
-        return self._history.optuna_study.has_plan(state)
+        return self._suggestions.has_plan(state)
 
     def last_stage(self, launch: Launch) -> tuple[Stage, list[TrialRecord]]:
         """Return what ``launch`` does once no plan is left to probe, and with which trials.
@@ -165,7 +168,7 @@ class Proposer:
         state = self.state()
         if self._starts(state).script_runs or not state.fits:
             return False
-        return not self._history.optuna_study.worth_running(state)
+        return not self._suggestions.worth_running(state)
 
     def script_running(self) -> bool:
         """Return whether the script runs as it is, to be observed."""

@@ -4,7 +4,6 @@ The first is the script as it is, which is observed. What an expert would try fo
 precision, a fused optimizer, and as little checkpointing as fits; then the same compiled. Then come
 the fastest plans of an earlier study of the same model. The weights, gradients and optimizer state
 alone may exceed the budget. Then the leanest plan of each set of levels that lowers them is tried.
-All are enqueued in the Optuna study.
 """
 
 from __future__ import annotations

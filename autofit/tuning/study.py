@@ -10,7 +10,6 @@ from autofit.strategies import Hardware
 from autofit.tuning import messages
 from autofit.tuning.notices import StudyStarted
 from autofit.tuning.options import SearchOptions
-from autofit.tuning.optuna_study import delete_optuna_study
 from autofit.units import format_size
 
 
@@ -81,19 +80,6 @@ def open_study(
     if not options.fresh and messages.failed(before):
         return found(fresh=True), ()
     return study, before
-
-
-def delete_study(store: Store, study: StudyRecord) -> None:
-    """Delete a study from the store and from Optuna's tables.
-
-    Raises ``UsageError`` if another process searches it.
-    """
-    if (other := store.holder(study)) is not None:
-        raise UsageError(
-            f"process {other.pid} on {other.host} searches study {study.id}: stop it first"
-        )
-    delete_optuna_study(store, study)  # first: a search makes Optuna's study again from ours
-    store.delete_study(study)
 
 
 def study_started(

@@ -14,8 +14,18 @@ from typing import Any
 import pytest
 
 from autofit.exceptions import StorageError, UsageError
+from autofit.facts import Bandwidth
 from autofit.plan import Plan
-from autofit.storage import Owner, Purpose, State, Store, StudyKey, StudyRecord, script_path
+from autofit.storage import (
+    MachineKey,
+    Owner,
+    Purpose,
+    State,
+    Store,
+    StudyKey,
+    StudyRecord,
+    script_path,
+)
 from autofit.storage.models import Study
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records.traces import Trace, TracedStep
@@ -327,13 +337,17 @@ def test_a_plan_is_finished_once_in_a_search_and_confirmed_at_will(
     assert [t.number for t in store.trials(study, state=State.FINISHED)] == [0, 2, 3]
 
 
-def test_the_mirrors_number_may_come_late(
-    store: Store, study: StudyRecord, plan: Plan, report: Report
-) -> None:
-    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
-    store.finish(trial, report(plan))
-    assert store.set_optuna_number(trial, 3).optuna_number == 3
-    assert store.trials(study)[0].report == report(plan)
+def test_a_bandwidth_replaces_an_earlier_one(store: Store, study: StudyRecord) -> None:
+    machine = MachineKey.of(study.hardware, study.versions)
+    slow, fast = (
+        Bandwidth(all_reduce=rate, all_gather=2 * rate, reduce_scatter=3 * rate)
+        for rate in (1e9, 1 / 3 * 1e12)
+    )
+    assert store.bandwidths(machine) == {}
+    for ranks, each in ((4, slow), (2, slow), (4, fast)):
+        store.set_bandwidth(machine, ranks, each)
+    assert store.bandwidths(machine) == {2: slow, 4: fast}
+    assert store.bandwidths(dataclasses.replace(machine, torch="2.11.0")) == {}
 
 
 def test_a_failure_inside_a_transaction_leaves_nothing(
@@ -431,7 +445,7 @@ def test_a_spoilt_plan_costs_its_trial_alone(
         assert line.startswith(f"{named}it holds no plan")
         assert "\n" not in line
         with pytest.raises(StorageError, match=r"trial 0 of study .* cannot be read") as caught:
-            store.set_optuna_number(spoilt, 1)
+            store.amend(spoilt, report(Plan()))
         assert "--fresh" in str(caught.value)
 
 
