@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from autofit.storage.owner import Owner
 from autofit.storage.records import (
+    DiscoveryRecord,
     EventRecord,
     EvidenceKey,
     FittedKey,
-    FittedRecord,
     InspectionKey,
-    InspectionRecord,
     MachineKey,
     Purpose,
     State,
@@ -60,12 +59,11 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Accounts",
     "AuditRecord",
+    "DiscoveryRecord",
     "EventRecord",
     "EvidenceKey",
     "FittedKey",
-    "FittedRecord",
     "InspectionKey",
-    "InspectionRecord",
     "Limits",
     "MachineKey",
     "NoticeRecord",

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.quick
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
 OURS = {
-    *("study", "trial", "measurement", "event", "fitted", "evidence", "inspection"),
-    *("search", "notice", "upload", "token", "account", "audit", "bandwidth"),
+    *("study", "trial", "event", "discovery"),
+    *("search", "notice", "upload", "token", "account", "audit"),
     engine.VERSION_TABLE,
 }
 
@@ -99,10 +99,10 @@ def test_a_store_of_a_newer_version_is_refused_untouched(store: Store, location:
 
 def test_a_migration_that_fails_leaves_nothing(location: str) -> None:
     with connected(location) as connection:
-        connection.execute(text("CREATE TABLE measurement (theirs INTEGER)"))
-    with pytest.raises(StorageError, match=r'measurement"? already exists'):
+        connection.execute(text("CREATE TABLE trial (theirs INTEGER)"))
+    with pytest.raises(StorageError, match=r'trial"? already exists'):
         Store(location)
-    assert tables(location) == {"measurement"}
+    assert tables(location) == {"trial"}
 
 
 def test_sqlite_is_set_up(path: Path) -> None:
