@@ -6,6 +6,7 @@ Importing this package imports neither SQLAlchemy nor Optuna. The first use of `
 if __name__ == "storage":
     raise ModuleNotFoundError("import it as autofit.storage")
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from autofit.storage.owner import Owner
@@ -41,18 +42,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Store":
-        from autofit.storage.store import Store
-
-        return Store
-    if name == "Queue":
-        from autofit.storage.queue import Queue
-
-        return Queue
-    if name == "Accounts":
-        from autofit.storage.accounts import Accounts
-
-        return Accounts
+    if name in ("Accounts", "Queue", "Store"):
+        return getattr(importlib.import_module(f"autofit.storage.{name.lower()}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

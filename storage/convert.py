@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -62,12 +60,6 @@ def from_json(plain: object, kind: type[T]) -> T:
 def readable(text: str) -> str:
     """Return ``text`` without lone surrogates and NUL, which not every database can store."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
-
-
-def plan_digest(plan: Plan) -> str:
-    """Return 64 hexadecimal digits that are the same for equal plans."""
-    text = json.dumps(to_json(plan), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def set_by_launchers(found: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

@@ -224,8 +224,8 @@ class Trial(Held, Base):
     purpose: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     plan: Mapped[Plan]
-    finished_plan: Mapped[str | None] = mapped_column(String(64))
-    """Digest of the plan of a finished search trial, else null; it makes such a plan unique."""
+    finished_plan: Mapped[str | None] = mapped_column(Text)
+    """The plan of a finished search trial, else null; it makes such a plan unique."""
     launch: Mapped[int]
     budget: Mapped[int] = mapped_column(Bytes)
     versions: Mapped[Words]

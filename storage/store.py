@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -337,7 +338,7 @@ class Store:
             _set_report(row, report)
             row.trace = trace
             if row.purpose == Purpose.SEARCH:
-                row.finished_plan = convert.plan_digest(trial.plan)
+                row.finished_plan = json.dumps(convert.to_json(trial.plan))
             _end(row, State.FINISHED, _now())
             try:
                 session.flush()

@@ -30,7 +30,7 @@ class Confirmation:
     def confirm(self) -> None:
         """Measure the winner again; then plans that may be faster, and one that is preferred."""
         history = self._history
-        fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
+        fastest = [best_plan(trial) for trial in history.now.ranked_sound[:1]]
         if not history.time_to_confirm() or self.fastest_confirmed() is None:
             verified = all(map(history.is_verified, fastest))
             history.say_if_new(messages.not_confirmed(verified=verified))
@@ -53,7 +53,7 @@ class Confirmation:
         """
         tried, history = 0, self._history
         while tried < FINALISTS:
-            ranked = [t for t in history.ranked_sound() if not history.failed(best_plan(t))]
+            ranked = [t for t in history.now.ranked_sound if not history.failed(best_plan(t))]
             left = [t for t in ranked if self._may_hold(best_plan(t))]
             any_fitted = any(history.fitted(best_plan(trial)) for trial in left)
             if not left or history.fitted(best_plan(left[0])) or (any_fitted and history.late()):
@@ -64,7 +64,7 @@ class Confirmation:
             self._measure_again(plan)  # may reorder the ranking, if the plan is slower now
             tried += not history.confirmations(plan, Verdict.DRIFTED)
             self._tell_failure(plan)
-        fitted = [trial for trial in history.ranked_sound() if history.fitted(best_plan(trial))]
+        fitted = [trial for trial in history.now.ranked_sound if history.fitted(best_plan(trial))]
         return fitted[0] if fitted else self._fallback()
 
     def _fallback(self) -> TrialRecord | None:

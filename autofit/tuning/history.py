@@ -100,6 +100,17 @@ class Snapshot:
         return tuple(after for _, after in self.searched)
 
     @cached_property
+    def baseline(self) -> Verdict | None:
+        """The verdict of the neutral plan, if it has one."""
+        return next((trial.verdict for trial in self.finished if trial.plan.neutral), None)
+
+    @cached_property
+    def drifted(self) -> tuple[TrialReport, ...]:
+        """The reports of the confirmation runs that drifted."""
+        found = (t.report for t in self.confirmations if t.verdict is Verdict.DRIFTED)
+        return tuple(report for report in found if report is not None)
+
+    @cached_property
     def running(self) -> tuple[TrialRecord, ...]:
         """The search's trials without a verdict."""
         states = (t for t in self.trials if t.state is State.RUNNING)
@@ -145,7 +156,8 @@ class History:
         self.study = study
         self.options = options
         self.tell = listener
-        self.reference = Reference(store.reference(study), self.say)
+        self._said: set[str] = set()
+        self.reference = Reference(store.reference(study), self.say_if_new)
         self._dashboard = Dashboard(store, study, horizon=options.horizon)
         self._snapshot: Snapshot | None = None
         self._read_at = -1
@@ -154,7 +166,6 @@ class History:
         self._clock = clock or Phases(phase=OTHER)
         self._unstored: Seconds = ()
         """Seconds of launches that belong to no stored trial."""
-        self._said: set[str] = set()
         where = lookup.key_of(
             options.script,
             gpu=study.hardware.name,
@@ -192,22 +203,6 @@ class History:
             self._snapshot = Snapshot(trials, self.study.budget, self.options.horizon)
         return self._snapshot
 
-    def finished(self) -> tuple[TrialRecord, ...]:
-        """Return the search's finished trials, each corrected by its confirmation run."""
-        return self.now.finished
-
-    def running(self) -> tuple[TrialRecord, ...]:
-        """Return the search's trials that have no verdict yet."""
-        return self.now.running
-
-    def ranked(self) -> list[TrialRecord]:
-        """Return the finished trials that fit, the fastest first."""
-        return self.now.ranked
-
-    def ranked_sound(self) -> list[TrialRecord]:
-        """Return the trials of ``ranked`` without a level that drifted in a confirmation run."""
-        return self.now.ranked_sound
-
     def ranked_before_confirmation(self) -> list[TrialRecord]:
         """Return ``ranked_sound`` as if no confirmation run had been short of memory."""
         now = self.now
@@ -228,17 +223,13 @@ class History:
         now = self.now
         return faster_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
 
-    def baseline(self) -> Verdict | None:
-        """Return the verdict of the neutral plan, if it has one."""
-        return next((trial.verdict for trial in self.finished() if trial.plan.neutral), None)
-
     def require_baseline(self, *, reachable: bool = False) -> None:
         """Raise if the neutral plan's trial shows that no plan can help.
 
         ``reachable``: some plans lower the memory that is needed before the model is called.
         """
         seen = self.seen() or reachable
-        messages.of_baseline(self.finished(), self.options.script, self.study.budget, seen=seen)
+        messages.of_baseline(self.now.finished, self.options.script, self.study.budget, seen=seen)
 
     def seen(self) -> bool:
         """Return whether the script has called a module with gradients."""
@@ -248,11 +239,6 @@ class History:
         """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
         mine = [trial for trial in self.now.confirmations if trial.plan == plan]
         return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
-
-    def drifted(self) -> list[TrialReport]:
-        """Return the reports of the confirmation runs that drifted."""
-        drifted = (t for t in self.now.confirmations if t.verdict is Verdict.DRIFTED)
-        return [trial.report for trial in drifted if trial.report is not None]
 
     def loss_is_doubtful(self) -> bool:
         """Return whether a training diverged, and no reference tells whether the script's does."""
@@ -309,11 +295,10 @@ class History:
 
         Raises ``ScriptError`` if the script itself is at fault.
         """
-        cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by --timeout
-        if report.verdict is Verdict.INTERRUPTED or cut:
+        if self._cut_short(report):
             self.spent(report.seconds_by_phase)
             return  # the trial is released with its launch, and can be proposed again
-        report = judged(report, self.baseline())
+        report = judged(report, self.now.baseline)
         if report.best is not None and self.study.facts is not None:
             report = replace(report, best=report.best.whole(self.study.facts))
         again = trial.purpose is Purpose.CONFIRM  # a report shows its losses beside the reference's
@@ -331,14 +316,11 @@ class History:
             self._tell_confirmed(trial)
             for plan in self.now.hardly_fit - before:
                 self.say(messages.hardly_fits(plan))
-        if report.verdict is Verdict.SCRIPT_FAILED:
-            raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
-        self._rule_out(report)
+        self._draw_conclusions(report)
 
     def amend(self, trial: TrialRecord, report: TrialReport, slot: int, *, checked: bool) -> None:
         """Record what real steps, or the check, have shown of a trial that was only probed."""
-        cut = report.verdict is Verdict.TIMED_OUT and self.late()
-        if report.verdict is Verdict.INTERRUPTED or cut:
+        if self._cut_short(report):
             return
         if checked and report.verdict is Verdict.MEASURED:
             self.checked.add(report.plan)
@@ -348,12 +330,18 @@ class History:
         trial = next(each for each in self.now.all_finished if each.id == trial.id)
         trial = self.store.amend(trial, amended(trial, report))
         self.tell_ended(trial, slot, after="the check" if checked else "real steps")
+        self._draw_conclusions(report)
+
+    def _cut_short(self, report: TrialReport) -> bool:
+        """Return whether a trial says nothing: it was interrupted, or ``--timeout`` ended it."""
+        late = report.verdict is Verdict.TIMED_OUT and self.late()
+        return late or report.verdict is Verdict.INTERRUPTED
+
+    def _draw_conclusions(self, report: TrialReport) -> None:
+        """Raise if the script is at fault; rule out the level that is."""
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
-        self._rule_out(report)
-
-    def _rule_out(self, report: TrialReport) -> None:
-        ruled_out = culprit(report, self.finished())
+        ruled_out = culprit(report, self.now.finished)
         if report.verdict not in BLAMED or not ruled_out:
             return
         name, refused = ruled_out
@@ -379,7 +367,7 @@ class History:
     def tell_ended(self, trial: TrialRecord, slot: int, *, after: str = "") -> None:
         """Send the notice of a finished trial; ``after``: as in ``TrialEnded``."""
         assert trial.report is not None, "a finished trial has a report"
-        best = any(each.id == trial.id for each in self.ranked_sound()[:1])
+        best = any(each.id == trial.id for each in self.now.ranked_sound[:1])
         self.tell(
             TrialEnded(number=trial.number, slot=slot, report=trial.report, best=best, after=after)
         )
@@ -403,7 +391,7 @@ class History:
 
     def confirmation_seconds(self) -> float:
         """Return the seconds that the winner's confirmation run is expected to take."""
-        winner = next(iter(self.ranked()), None)
+        winner = next(iter(self.now.ranked), None)
         if winner is None or winner.measurement is None:
             return 0.0
         measured = winner.measurement
@@ -418,7 +406,7 @@ class History:
 
     def limit(self, plan: Plan) -> float:
         """Return the seconds after which a trial of ``plan`` is ended, by the steps seen so far."""
-        steps = [t.measurement.seconds for t in self.finished() if t.measurement is not None]
+        steps = [t.measurement.seconds for t in self.now.finished if t.measurement is not None]
         if not steps:
             return MOST_SECONDS
         facts = self.study.facts or Facts()
@@ -428,7 +416,7 @@ class History:
 
     def _finish_seconds(self) -> float:
         """Return the seconds to compare the best two plans by real steps, and verify the winner."""
-        best = [trial.measurement for trial in self.ranked()[:2] if trial.measurement is not None]
+        best = [trial.measurement for trial in self.now.ranked[:2] if trial.measurement is not None]
         return FINISH_SECONDS + sum(FINISH_STEPS * each.seconds for each in best if each.probed)
 
     def late(self) -> bool:

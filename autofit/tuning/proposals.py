@@ -18,10 +18,9 @@ from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
 from autofit.strategies.allocator import EXPANDABLE
 from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import count
-from autofit.tuning.earlier import known_plans
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
-from autofit.tuning.starts import FixedStarts
+from autofit.tuning.starts import FixedStarts, known_plans
 from autofit.units import format_duration
 from autofit.worker.records.trials import Stage
 
@@ -83,11 +82,11 @@ class Proposer:
     @property
     def has_spread(self) -> bool:
         """Whether an earlier search of the study has measured plans that span several devices."""
-        return any(trial.plan["ranks"] != AS_IS for trial in self._history.finished())
+        return any(trial.plan["ranks"] != AS_IS for trial in self._history.now.finished)
 
     def spread(self) -> bool:
         """Propose from now on plans that span all devices; return whether there may be any."""
-        if self._spread == 1 or self._limit_reached(len(self._history.finished())):
+        if self._spread == 1 or self._limit_reached(len(self._history.now.finished)):
             return False
         self._hardware, self._spread = replace(self._hardware, devices=self._spread), 1
         return self._space().ranks != AS_IS
@@ -95,8 +94,8 @@ class Proposer:
     def known(self) -> tuple[Hashable, ...]:
         """Return the state on which proposals depend. Equal states give equal proposals."""
         study = self._history.study
-        running = frozenset(trial.plan for trial in self._history.running())
-        known = len(self._history.finished()), running, study.facts, study.left_out
+        running = frozenset(trial.plan for trial in self._history.now.running)
+        known = len(self._history.now.finished), running, study.facts, study.left_out
         bandwidths = tuple(self._history.bandwidths.items())
         return *known, bandwidths, self._hardware.devices
 
@@ -118,7 +117,7 @@ class Proposer:
         launch measured, and those that shard the weights.
         """
         history = self._history
-        ranked = history.ranked_sound()
+        ranked = history.now.ranked_sound
         if not ranked or history.time_is_over():
             return Stage.PROBE, []
         here = [t for t in ranked if launch.can_measure(best_plan(t))]
@@ -157,7 +156,7 @@ class Proposer:
             hardware=self._hardware,
             allow=history.options.allow,
             facts=study.facts or Facts(),
-            trials=history.finished(),
+            trials=history.now.finished,
             budget=study.budget,
             refused=frozenset(without_choice),
             left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
@@ -180,9 +179,9 @@ class Proposer:
         found = self._space()
         return SearchState(
             space=found,
-            finished=history.finished(),
-            running=frozenset(trial.plan for trial in history.running()),
-            drifted=tuple(history.drifted()),
+            finished=history.now.finished,
+            running=frozenset(trial.plan for trial in history.now.running),
+            drifted=history.now.drifted,
             facts=study.facts,
             budget=study.budget,
             cuda=self._hardware.device == "cuda",
@@ -238,7 +237,7 @@ class Proposer:
         history, options, limit = self._history, self._history.options, ""
         if history.late() and options.timeout is not None:
             limit = f"--timeout {format_duration(options.timeout)}"
-        elif self._limit_reached(len(history.finished())):
+        elif self._limit_reached(len(history.now.finished)):
             limit = f"--trials {options.trials}"
         if limit:
             history.say_if_new(f"The search ended by {limit}. {self._untried()}")
