@@ -199,9 +199,9 @@ class Store:
             return self._record(Study.record, row)
 
     def delete_study(self, study: StudyRecord) -> None:
-        """Delete a study with its trials, their measurements, and its events.
+        """Delete a study with its trials and its events.
 
-        Evidence on the script stays, because other studies of the script use it.
+        Discoveries on the script stay, because other studies of the script use them.
         """
         with self.writing() as session:
             row = self._study(session, study.id)

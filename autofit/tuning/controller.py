@@ -627,11 +627,11 @@ class Search:
 
     def _confirm(self, plan: Plan) -> None:
         """Confirm a plan in a new process; repeat a launch that was lost for another reason."""
-        if self._history.confirmations(plan):
+        if self._history.now.confirmed(plan):
             return
         self._tell(Remeasuring(plan=plan))
         before = -1
-        while before < self._lost_launches() and not self._history.confirmations(plan):
+        while before < self._lost_launches() and not self._history.now.confirmed(plan):
             before, left = self._lost_launches(), [plan]
             for slot, launch in self._launches.items():  # all of them wait for a plan
                 suitable = bool(left) and not launch.trials and plan.follows(launch.fixed)

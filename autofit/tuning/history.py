@@ -77,6 +77,8 @@ class Snapshot:
     """Bytes per device."""
     horizon: int
     """Optimizer steps over which the time to compile is charged."""
+    prefer: str
+    """Which of equally fast plans is kept, as ``--prefer``."""
 
     @cached_property
     def all_finished(self) -> tuple[TrialRecord, ...]:
@@ -131,6 +133,40 @@ class Snapshot:
         """The plans whose confirmation run was slower because memory was nearly full."""
         changed = ((best_plan(b), a) for b, a in self.searched if a is not b)
         return frozenset(p for p, a in changed if best_plan(a) == p and fits(a, self.budget))
+
+    @property
+    def ranked_before_confirmation(self) -> list[TrialRecord]:
+        """``ranked_sound`` as if no confirmation run had been short of memory."""
+        return ranked_sound(self.all_finished, self.budget, self.horizon)
+
+    @property
+    def winner(self) -> TrialRecord | None:
+        """The trial whose plan would be kept now."""
+        return winning(self.all_finished, self.budget, self.horizon, self.prefer)
+
+    @property
+    def preferred_unconfirmed(self) -> Plan | None:
+        """A plan that is preferred to the present winner and may be as fast."""
+        return preferred_unconfirmed(self.all_finished, self.budget, self.horizon, self.prefer)
+
+    @property
+    def faster_unconfirmed(self) -> Plan | None:
+        """The plan that may be far faster than the present winner, if there is one."""
+        return faster_unconfirmed(self.all_finished, self.budget, self.horizon, self.prefer)
+
+    def confirmed(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
+        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
+        mine = [trial for trial in self.confirmations if trial.plan == plan]
+        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
+
+    @property
+    def fitted_again(self) -> list[TrialRecord]:
+        """The confirmation runs that fitted."""
+        return [trial for trial in self.confirmations if fits(trial, self.budget)]
+
+    def fitted(self, plan: Plan) -> bool:
+        """Return whether ``plan`` fitted in a confirmation run."""
+        return any(fits(each, self.budget) for each in self.confirmed(plan))
 
 
 class History:
@@ -200,28 +236,9 @@ class History:
         if self._snapshot is None or self._read_at != self.store.writes:
             self._read_at = self.store.writes
             trials = self.store.trials(self.study)
-            self._snapshot = Snapshot(trials, self.study.budget, self.options.horizon)
+            terms = self.study.budget, self.options.horizon, self.study.prefer
+            self._snapshot = Snapshot(trials, *terms)
         return self._snapshot
-
-    def ranked_before_confirmation(self) -> list[TrialRecord]:
-        """Return ``ranked_sound`` as if no confirmation run had been short of memory."""
-        now = self.now
-        return ranked_sound(now.all_finished, now.budget, now.horizon)
-
-    def winner(self) -> TrialRecord | None:
-        """Return the trial whose plan would be kept now."""
-        now = self.now
-        return winning(now.all_finished, now.budget, now.horizon, self.study.prefer)
-
-    def preferred_unconfirmed(self) -> Plan | None:
-        """Return a plan that is preferred to the present winner and may be as fast."""
-        now = self.now
-        return preferred_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
-
-    def faster_unconfirmed(self) -> Plan | None:
-        """Return the plan that may be far faster than the present winner, if there is one."""
-        now = self.now
-        return faster_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
 
     def require_baseline(self, *, reachable: bool = False) -> None:
         """Raise if the neutral plan's trial shows that no plan can help.
@@ -235,28 +252,11 @@ class History:
         """Return whether the script has called a module with gradients."""
         return (self.study.facts or Facts()).called
 
-    def confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
-        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
-        mine = [trial for trial in self.now.confirmations if trial.plan == plan]
-        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
-
     def loss_is_doubtful(self) -> bool:
         """Return whether a training diverged, and no reference tells whether the script's does."""
         reports = (trial.report for trial in self.now.confirmations)
         lost = any(r is not None and r.reason in (NOT_FINITE, NOT_COMPARABLE) for r in reports)
         return lost and self.reference.trace is None
-
-    def failed(self, plan: Plan) -> bool:
-        """Return whether ``plan`` was confirmed at least once and never fitted then."""
-        return bool(self.confirmations(plan)) and not self.fitted(plan)
-
-    def fitted(self, plan: Plan) -> bool:
-        """Return whether ``plan`` fitted in a confirmation run."""
-        return any(fits(each, self.study.budget) for each in self.confirmations(plan))
-
-    def fitted_again(self) -> list[TrialRecord]:
-        """Return the confirmation runs that fitted."""
-        return [trial for trial in self.now.confirmations if fits(trial, self.study.budget)]
 
     # --- entering --------------------------------------------------------------------------
 

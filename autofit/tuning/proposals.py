@@ -136,16 +136,16 @@ class Proposer:
         that run, the first fallback is the same plan with expandable segments.
         """
         history, space = self._history, self._space()
-        if not (fitted := history.ranked_before_confirmation()):
+        if not (fitted := history.now.ranked_before_confirmation):
             return None
         plan = best_plan(fitted[0])
         fallbacks = fallbacks_below(plan, self.fallback_context())
-        runs = history.confirmations(plan)
+        runs = history.now.confirmed(plan)
         fragmented = any(fragmentation(trial) >= FRAGMENTED for trial in runs)
         if fragmented and EXPANDABLE in space.choices("allocator"):
             fallbacks.insert(0, plan.replace(allocator=EXPANDABLE))
         return next(
-            (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
+            (fallback for fallback in fallbacks if not history.now.confirmed(fallback)), None
         )
 
     def fallback_context(self) -> FallbackContext:

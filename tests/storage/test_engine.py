@@ -89,11 +89,11 @@ def test_the_migrations_make_what_the_models_say(store: Store) -> None:
         assert compare_metadata(context, models.Base.metadata) == []
 
 
-def test_a_store_of_a_newer_version_is_refused_untouched(store: Store, location: str) -> None:
+def test_a_store_of_another_version_is_refused_untouched(store: Store, location: str) -> None:
     store.close()
     with connected(location) as connection:
         connection.execute(text(f"UPDATE {engine.VERSION_TABLE} SET version_num = '9999'"))
-    with pytest.raises(StorageError, match="newer version of autofit; upgrade autofit"):
+    with pytest.raises(StorageError, match="another version of autofit: upgrade autofit"):
         Store(location)
 
 

@@ -364,7 +364,7 @@ def test_it_is_told_why_a_plan_did_not_hold(
     history: History, short: OutOfMemory, expected: str
 ) -> None:
     ends(history, PLANS[0], None, Purpose.CONFIRM, short)
-    told = did_not_hold(PLANS[0], history.confirmations(PLANS[0]))
+    told = did_not_hold(PLANS[0], history.now.confirmed(PLANS[0]))
     assert told == f"{PLANS[0]} failed its confirmation run: {expected}"
 
 

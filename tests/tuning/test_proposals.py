@@ -205,7 +205,7 @@ def test_the_two_fastest_are_measured_by_steps_and_the_winner_is_verified(
     assert proposer.last_stage(here) == (Stage.PROBE, [])
     (kept,) = (each for each in history.now.finished if each.id == second.id)
     assert kept.measurement == slow
-    assert not any(history.confirmations(plan) for plan in (EXPERT, COMPILED, third))
+    assert not any(history.now.confirmed(plan) for plan in (EXPERT, COMPILED, third))
 
 
 def test_a_comparison_that_timeout_cuts_short_changes_nothing(

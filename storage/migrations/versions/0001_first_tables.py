@@ -10,7 +10,7 @@ from alembic import op
 
 from autofit.storage.models import Base
 
-revision = "0001"
+revision = "1"
 down_revision = None
 branch_labels = None
 depends_on = None
