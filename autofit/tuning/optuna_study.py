@@ -98,10 +98,11 @@ class Dashboard:
     def tell(self, trial: TrialRecord) -> None:
         """Write a trial that has just finished."""
         levels = trial.plan.searched.changes
-        if all(level in self._choices[name].choices for name, level in levels):
-            self._add(trial)
-        else:
-            self._write()  # Optuna forbids that the choices of a parameter change
+        with contextlib.suppress(KeyError):  # somebody has deleted the copy
+            if all(level in self._choices[name].choices for name, level in levels):
+                self._add(trial)
+                return
+        self._write()  # Optuna forbids that the choices of a parameter change
 
     def _write(self) -> None:
         study = self._record

@@ -16,7 +16,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import Space
 from autofit.storage import Owner, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
-from autofit.tuning.optuna_study import MEMORY, Dashboard, delete_study, study_of
+from autofit.tuning.optuna_study import MEMORY, Dashboard, delete_study, name_of, study_of
 from autofit.tuning.sampler import Suggestions
 from autofit.worker.records.trials import (
     HORIZON,
@@ -227,6 +227,17 @@ def test_a_copy_lacks_nothing_after_a_kill(
     assert copied[1].state is TrialState.PRUNED
     once = sum(report.measurements[0].step_seconds)
     assert copied[0].user_attrs["seconds"]["steps"] == pytest.approx(2 * once)
+
+
+def test_a_copy_that_somebody_deletes_is_written_again(
+    store: Store, study: StudyRecord, finish: Finish, mirrored: Mirrored
+) -> None:
+    copy = Dashboard(store, study, horizon=HORIZON)
+    done = [finish(PLANS[0]), finish(PLANS[1])]
+    copy.tell(done[0])
+    optuna.delete_study(study_name=name_of(study), storage=store.url)
+    copy.tell(done[1])
+    assert [trial.user_attrs["autofit_trial"] for trial in mirrored()] == [t.id for t in done]
 
 
 def test_a_number_that_no_strategy_lists_is_copied(
