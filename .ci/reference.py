@@ -410,7 +410,7 @@ def storage() -> str:
 
 TABLES = """\
 The store holds the tables below and those of Optuna. The tables below are the record of every
-search. Optuna's tables are a copy that is written afterwards; no foreign key connects the two.
+search. Optuna's tables are a copy that is written afterwards and never read.
 The table `autofit_alembic_version` holds the version of this schema. [The how-to
 guides](../how-to/index.md) say how to choose a store."""
 

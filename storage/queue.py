@@ -11,7 +11,6 @@ from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
-from autofit.storage import convert
 from autofit.storage.accounts import account
 from autofit.storage.models import Account, Notice, Search, Token, Trial, Upload
 from autofit.storage.owner import Owner
@@ -67,7 +66,7 @@ class Queue:
             row = Search(
                 user=user,
                 state=SearchState.QUEUED,
-                submission=convert.to_json(submission),
+                submission=submission,
                 subject=submission.subject,
                 upload=submission.upload,
                 gpus=gpus,
@@ -111,7 +110,7 @@ class Queue:
             elif row.state in ENDED:
                 raise UsageError(f"search {number} is {row.state}: there is nothing to cancel")
             row.cancelled = row.cancelled or _now()
-            return convert.search_record(row)
+            return row.record()
 
     def resume(self, number: int, user: str) -> SearchRecord:
         """Queue a failed or cancelled search again; it goes on from its finished trials."""
@@ -136,9 +135,7 @@ class Queue:
         with self._store.reading() as session:
             searches = {str(each): _count(session, Search.state == each) for each in SearchState}
             trials = {str(each): _count(session, Trial.verdict == each) for each in Verdict}
-            phases = Counter(
-                found["phase"] for found in session.scalars(short) if isinstance(found, dict)
-            )
+            phases = Counter(filter(None, session.scalars(short)))
             used = session.execute(select(Account.user, Account.gpu_seconds)).all()
         return Counts(
             searches=searches,
@@ -163,7 +160,7 @@ class Queue:
             row.state, row.runner, row.waits_for = SearchState.STARTING, runner, None
             row.attempts += 1
             give_to(row, owner, now)
-            return convert.search_record(row)
+            return row.record()
 
     def claimable(self, host: str) -> bool:
         """Return whether ``claim`` by a process on ``host`` would return a search."""
@@ -192,7 +189,7 @@ class Queue:
         with self._store.writing() as session:
             row = _row(session, search.id)
             _end(session, row, SearchState.FINISHED if outcome is None else SearchState.FAILED)
-            row.outcome = None if outcome is None else convert.to_json(outcome)
+            row.outcome = outcome
 
     def stop(self, search: SearchRecord) -> None:
         """End a search of the calling process because its user has cancelled it."""
@@ -223,7 +220,7 @@ class Queue:
                         " look into the logs of Ray, then resume the search"
                     )
                     outcome = Outcome(kind="WorkerError", message=message)
-                    row.outcome = convert.to_json(outcome)
+                    row.outcome = outcome
                 else:
                     _charge(session, row)
                     row.state, row.waits_for = SearchState.QUEUED, None
@@ -241,7 +238,7 @@ class Queue:
             for row, found in [(row, reasons.record(row)) for row in rows]:
                 _end(session, row, SearchState.FAILED)
                 outcome = Outcome(kind="UsageError", message=missed(found.waits_for))
-                row.outcome = convert.to_json(outcome)
+                row.outcome = outcome
         return len(rows)
 
     # --- notices ------------------------------------------------------------------------------
@@ -262,7 +259,7 @@ class Queue:
             .limit(most)
         )
         with self._store.reading() as session:
-            return tuple(map(convert.notice_record, session.scalars(query)))
+            return tuple(map(Notice.record, session.scalars(query)))
 
     # --- uploads ------------------------------------------------------------------------------
 

@@ -46,11 +46,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchState:
-    """Everything on which the choice of the next plan depends.
-
-    Made from autofit's own tables, or from the trials of an Optuna study
-    (``autofit/tuning/sampler.py``).
-    """
+    """Everything on which the choice of the next plan depends."""
 
     space: Space
     finished: tuple[TrialRecord, ...]

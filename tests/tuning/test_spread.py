@@ -114,7 +114,7 @@ def find(folder: Path, model: Decoder, cards: int, link: str = "nvlink") -> list
     with Store(f"sqlite:///{folder / 'autofit.db'}") as store:
         history = opened(store, folder, Fidelity.ROUNDING, model.budget, link=link)
         searched(history, model, spread=cards)
-        return list(history.finished())
+        return list(history.now.finished)
 
 
 @pytest.mark.quick
@@ -148,7 +148,7 @@ def test_a_search_starts_from_an_earlier_study_of_the_model(tmp_path: Path, budg
             again = opened(store, edited, Fidelity.ROUNDING, budget * GIB)
             again.tell = lambda notice: lines.append(getattr(notice, "text", ""))
             searched(again, Decoder(budget * GIB), learns=learns)
-            trials[learns] = list(again.finished())
+            trials[learns] = list(again.now.finished)
             if not learns:
                 store.delete_study(again.study)
     (line,) = (line for line in lines if "has searched the same model" in line)

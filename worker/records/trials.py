@@ -246,12 +246,9 @@ class TrialReport:
     """The strategy at fault, if the traceback shows one."""
     own: bool = False
     """Whether the script's own code raised the error, without a strategy's code in the traceback.
-
-    Not stored.
     """
     killed: bool = False
-    """Whether a signal from outside ended its process although memory had not run out. Not stored.
-    """
+    """Whether a signal from outside ended its process although memory had not run out."""
     traceback: str = ""
     """Python's traceback without autofit's own frames, for a failed trial."""
     startup_seconds: float = 0.0
@@ -261,7 +258,7 @@ class TrialReport:
     gradient_difference: float | None = None
     """Relative difference of the gradients from the plain model's, as the gradient check found it.
 
-    ``None`` if the plan cannot change the gradients. Not stored.
+    ``None`` if the plan cannot change the gradients.
     """
 
     @property
