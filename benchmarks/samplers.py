@@ -49,8 +49,7 @@ from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.pruning import waits_for_unsized
 from autofit.plan import Plan
 from autofit.storage.convert import to_json
-from autofit.strategies import AS_IS, NAMES
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, NAMES
 from autofit.tuning.attributes import MEMORY, Attribute
 from autofit.tuning.sampler import AutofitSampler, state_of
 from autofit.tuning.starts import FixedStarts

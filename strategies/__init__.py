@@ -9,7 +9,7 @@ from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.adapters import Adapters
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.attention import Attention
-from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
+from autofit.strategies.base import AS_IS, AUTO, Fidelity, Level, Memory, Number, Strategy, Waste
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
 from autofit.strategies.data_loading import DataLoading
@@ -73,8 +73,14 @@ def get(name: str) -> Strategy:
     raise UsageError(f"there is no technique {name!r}; {hint}")
 
 
+def counting(number: Number) -> Strategy:
+    """Return the strategy of which a positive integer is a level that counts ``number``."""
+    return next(strategy for strategy in REGISTRY if strategy.number is number)
+
+
 __all__ = [
     "AS_IS",
+    "AUTO",
     "NAMES",
     "REGISTRY",
     "Facts",
@@ -82,7 +88,10 @@ __all__ = [
     "Hardware",
     "Level",
     "Memory",
+    "Number",
     "RootFacts",
     "Strategy",
+    "Waste",
+    "counting",
     "get",
 ]

@@ -99,7 +99,7 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         device=target.hardware.device,
         budget=target.budget,
         timeout=SECONDS,
-        whole_fits=plan["micro_batch"] == "as_is",
+        whole_fits=not plan.splits,
         inspection=inspection,
     )
     facts, inspected, report = Facts(), None, None

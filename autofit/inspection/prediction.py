@@ -21,9 +21,9 @@ from autofit.plan import Plan
 from autofit.space.order import expected
 from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
 from autofit.strategies import AS_IS, Memory
-from autofit.strategies.checkpointing import ALL, count
 from autofit.strategies.loss.chunks import tokens_in_chunk
 from autofit.strategies.precision import AUTOCAST
+from autofit.strategies.support.block_levels import ALL, count
 from autofit.worker.records.inspection import Kind, Timeline
 
 SCALAR = 8

@@ -15,7 +15,7 @@ from autofit.space.catalogue import clash
 from autofit.storage import State, Store, TrialRecord, script_path
 from autofit.storage.records import StudyKey
 from autofit.strategies import Fidelity
-from autofit.strategies.checkpointing import most_blocks
+from autofit.strategies.support.block_levels import most_blocks
 from autofit.worker.records.inspection import Timeline
 from autofit.worker.records.trials import Measurement, Script
 

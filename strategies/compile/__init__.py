@@ -22,9 +22,9 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
-from autofit.strategies.checkpointing import ALL, count
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import WIDE
+from autofit.strategies.support.block_levels import ALL, count
 
 SETTINGS: dict[str, Any] = {"options": {"fallback_random": True}}
 """Options of ``torch.compile``. Inductor's own random numbers would give other dropout masks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Root, ScriptPart, Strategy, Undo
+from autofit.strategies.base import AS_IS, ByHand, Level, Root, ScriptPart, Strategy, Undo, Waste
 
 
 class DataLoading(Strategy):
@@ -24,6 +24,7 @@ class DataLoading(Strategy):
     name = "data_loading"
     summary = "worker processes fetch the next batches while the model computes"
     source = "https://docs.pytorch.org/docs/stable/data.html"
+    remedies = Waste.DATA_WAIT
     levels = (
         Level(name=AS_IS, summary="the script's own loader"),
         Level(

@@ -53,6 +53,7 @@ class Precision(Strategy):
             fidelity=Fidelity.ROUNDING,
             slowdown=0.2,
             keeps=0.6,
+            autocast="bfloat16",
         ),
         Level(
             name="fp16",
@@ -60,6 +61,7 @@ class Precision(Strategy):
             fidelity=Fidelity.ROUNDING,
             slowdown=0.21,
             keeps=0.6,
+            autocast="float16",
         ),
     )
 

@@ -23,11 +23,11 @@ from autofit.strategies.base import (
     Aside,
     Context,
     OptimizerHandle,
+    Shards,
     Stepper,
     Strategy,
     Undo,
     View,
-    WeightShards,
 )
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.patching.step_in_backward import Release
@@ -36,7 +36,7 @@ from autofit.worker.harness.torch_state.undo import take_back
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
 
-Shard = Callable[[OptimizerHandle, WeightShards | None], Undo]
+Shard = Callable[[OptimizerHandle, Shards | None], Undo]
 """Shards the state of an optimizer over ranks, ``(handle, weights)``."""
 
 
@@ -219,7 +219,7 @@ class HarnessOptimizer:
         """Pickle and copy the optimizer inside ``context``."""
         return self._in_pickles(self._contexts, context)
 
-    def shard_state(self, weights: WeightShards | None = None) -> Undo:
+    def shard_state(self, weights: Shards | None = None) -> Undo:
         """Keep on each rank only the state of the parameters that it steps, or of their parts."""
         if self._shard is None:
             raise Refused("there is one process, which keeps the whole state")

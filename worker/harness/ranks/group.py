@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
-from autofit.strategies.base import WeightShards
+from autofit.strategies.base import Shards
 from autofit.worker.records.trials import LOOPBACK, Meeting
 
 PATIENCE = timedelta(seconds=300)
@@ -187,7 +187,7 @@ _of_one: list[RankGroup] = []
 """The group of this process alone, once it exists."""
 
 
-def sharing(group: RankGroup | None, shards: WeightShards) -> RankGroup:
+def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
     """Return the ranks that share the weights: ``group``, or this process alone."""
     if group is not None:
         return group

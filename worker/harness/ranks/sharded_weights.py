@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
-from autofit.strategies.base import Forward, Undo, WeightShards, Wrapper
+from autofit.strategies.base import Forward, Shards, Undo, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
@@ -69,7 +69,7 @@ class Owner(Protocol):
 class ShardedWeights:
     """The sharded weights of one root. They stay sharded for the life of the process."""
 
-    def __init__(self, owner: Owner, whole: WholeTensors, shards: WeightShards) -> None:
+    def __init__(self, owner: Owner, whole: WholeTensors, shards: Shards) -> None:
         self._owner = owner
         self._whole = whole
         self._shards = shards

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
+from autofit.strategies.base import OptimizerHandle, Shards, Undo
 from autofit.strategies.weights.while_made import device_capacity
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
@@ -242,7 +242,7 @@ class Session:
         """Return the modules of the roots so far."""
         return tuple(root.module for root in self.roots if root.alive)
 
-    def _shard(self, handle: OptimizerHandle, weights: WeightShards | None) -> Undo:
+    def _shard(self, handle: OptimizerHandle, weights: Shards | None) -> Undo:
         """Shard the state of an optimizer over the ranks, beside ``weights`` if these are too."""
         if weights is None:
             if self._states is None:
