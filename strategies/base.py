@@ -135,6 +135,29 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A level in the settings of another program, for the export of that name."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values by name. A table among them is joined with the tables of other levels."""
+    notes: tuple[str, ...] = ()
+    """Lines that say how the program does it in another way than autofit."""
+    by_hand: str = ""
+    """In place of fields: how a script for this program sets the level by hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The training for which another program gets its settings."""
+
+    device: str
+    """The type of the device: ``"cuda"`` or ``"cpu"``."""
+    facts: Facts
+    fsdp: bool = False
+    """Whether the program shards the weights by FSDP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
     """One setting of a strategy."""
 
@@ -166,6 +189,9 @@ class Level:
     """Exact, and never slower or larger than ``as_is``: a search tries it in place of that."""
     autocast: str | None = None
     """The dtype in which autocast computes the forward, by torch's name: ``"bfloat16"``."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """What it is in other programs, by the names of ``autofit/export``. A program that is not there
+    cannot carry it, or takes what ``by_hand`` says."""
     implies: Mapping[str, str] = field(default_factory=dict)
     """Levels of other strategies that it has the effect of, by strategy. A search adds them."""
     shards: Shards | None = None
@@ -210,6 +236,8 @@ class ByHand:
     """Arguments with which the optimizer is made, as code."""
     loader: Mapping[str, str] = field(default_factory=dict)
     """Arguments with which the loader of the training data is made, as code."""
+    calls: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Arguments of other calls in the script, as code, by the name of the function."""
     scaled: bool = False
     """Gradients need a ``torch.amp.GradScaler``."""
     samples: int | None = None
@@ -585,6 +613,20 @@ class Strategy(ABC):
 
     def by_hand(self, level: str) -> ByHand | None:
         """Return how to set ``level`` by hand; ``None`` if that takes more than a few lines."""
+        return None
+
+    def setting(self, level: str, form: str, training: Training) -> Setting | None:
+        """Return ``level`` in the settings of another program; ``None`` if that has none for it."""
+        return self.level(level).settings.get(form)
+
+    def statements(
+        self, level: str, model: str, blocks: str | None, training: Training
+    ) -> Sequence[str] | None:
+        """Return the lines that set ``level`` on a model of a script, before its optimizer is made.
+
+        ``None`` for those of ``by_hand``. ``model`` and ``blocks`` are code: the latter an
+        attribute of the model, ``None`` if the script does not show it. A line may be an import.
+        """
         return None
 
     def environment(self, level: str) -> dict[str, str]:

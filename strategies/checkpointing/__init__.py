@@ -18,7 +18,9 @@ from autofit.strategies.base import (
     Number,
     Root,
     ScriptPart,
+    Setting,
     Strategy,
+    Training,
     Undo,
 )
 from autofit.strategies.inspection.blocks import repeated_blocks
@@ -154,6 +156,38 @@ class Checkpointing(Strategy):
             part=ScriptPart.MODEL,
             prepare=PLAIN.replace("[:COUNT]", some),
             blocks=True,
+        )
+
+    def setting(self, level: str, form: str, training: Training) -> Setting | None:
+        """Return all blocks in Accelerate's FSDP, and in a Trainer with or without FSDP."""
+        if level != ALL:
+            return None
+        if form == "accelerate" and training.fsdp:
+            return Setting(fields={"fsdp_config": {"fsdp_activation_checkpointing": True}})
+        if form == "trainer" and training.fsdp:
+            return Setting(fields={"fsdp_config": {"activation_checkpointing": True}})
+        if form == "trainer":
+            own = {"use_reentrant": False}
+            name = "gradient_checkpointing"
+            return Setting(fields={name: True, f"{name}_kwargs": own})
+        return None
+
+    def statements(
+        self, level: str, model: str, blocks: str | None, training: Training
+    ) -> Sequence[str] | None:
+        """Checkpoint the first blocks, or all by the model's own method."""
+        if level == ALL and any(root.transformers for root in training.facts.roots):
+            return (f"{model}.gradient_checkpointing_enable()",)
+        if blocks is None or not (level == ALL or level.isdecimal()):
+            return ()
+        some = "" if level == ALL else f"[:{level}]"
+        return (
+            "import functools",
+            "import torch.utils.checkpoint",
+            f"for block in {model}.{blocks}{some}:",
+            "    block.forward = functools.partial(",
+            "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False",
+            "    )",
         )
 
     def on_root(self, level: str, root: Root) -> Undo | None:

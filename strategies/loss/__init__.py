@@ -15,10 +15,16 @@ from autofit.strategies.base import (
     Memory,
     Root,
     ScriptPart,
+    Setting,
     Strategy,
     Undo,
 )
 from autofit.strategies.inspection.heads import WIDE, find_head, share_of_logits
+
+LIGER = (
+    "TrainingArguments(use_liger_kernel=True), if liger-kernel is installed and knows the model;"
+    " liger_kernel_config chooses its kernels"
+)
 
 
 class Loss(Strategy):
@@ -45,6 +51,7 @@ class Loss(Strategy):
             slowdown=0.98,
             keeps=0.6,
             refines=True,
+            settings={"trainer": Setting(by_hand=LIGER)},
         ),
     )
 

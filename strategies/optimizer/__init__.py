@@ -15,7 +15,9 @@ from autofit.strategies.base import (
     Memory,
     OptimizerHandle,
     ScriptPart,
+    Setting,
     Strategy,
+    Training,
     Undo,
 )
 from autofit.strategies.support.optimizer_classes import ADAM, EIGHT_BIT, FOREACH, FUSED
@@ -54,6 +56,7 @@ class Optimizer(Strategy):
             summary="one kernel for all parameters (Adam, AdamW, SGD, Adagrad)",
             slowdown=0.97,
             replaces_as_is=True,
+            settings={"trainer": Setting(fields={"optim": "adamw_torch_fused"})},
         ),
         Level(
             name="single",
@@ -69,6 +72,7 @@ class Optimizer(Strategy):
             fidelity=Fidelity.ROUNDING,
             slowdown=1.05,
             keeps=0.27,
+            settings={"trainer": Setting(fields={"optim": "adamw_bnb_8bit"})},
         ),
         Level(
             name="lion",
@@ -149,6 +153,12 @@ class Optimizer(Strategy):
         name, code = {"fused": ("fused", "True"), "single": ("foreach", "False")}[level]
         setting = f"make the optimizer with {name}={code}"
         return ByHand(setting=setting, part=ScriptPart.OPTIMIZER, optimizer={name: code})
+
+    def setting(self, level: str, form: str, training: Training) -> Setting | None:
+        """A Trainer has such settings for AdamW only."""
+        if set(training.facts.optimizers) != {"AdamW"}:
+            return None
+        return super().setting(level, form, training)
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Replace the step. Raises ``Refused`` if the optimizer does not support the level."""

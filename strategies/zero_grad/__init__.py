@@ -54,7 +54,8 @@ class ZeroGrad(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Leave out the argument."""
         setting = "call optimizer.zero_grad() without set_to_none=False"
-        return ByHand(setting=setting, part=ScriptPart.STEP)
+        calls = {"zero_grad": {"set_to_none": "True"}}
+        return ByHand(setting=setting, part=ScriptPart.STEP, calls=calls)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Patch ``zero_grad`` for the whole process."""
