@@ -78,11 +78,22 @@ def counting(number: Number) -> Strategy:
     return next(strategy for strategy in REGISTRY if strategy.number is number)
 
 
+SPLIT = counting(Number.SAMPLES).name
+"""The name of the strategy that splits the batch. The harness does it, and refuses in its name."""
+RANKS = counting(Number.RANKS).name
+"""The same of the strategy that divides the batch among ranks."""
+SHARDING = next(each.name for each in REGISTRY if any(level.shards for level in each.levels))
+"""The same of the strategy that shards what ranks would hold alike."""
+
+
 __all__ = [
     "AS_IS",
     "AUTO",
     "NAMES",
+    "RANKS",
     "REGISTRY",
+    "SHARDING",
+    "SPLIT",
     "Facts",
     "Fidelity",
     "Hardware",

@@ -455,6 +455,39 @@ class OptimizerHandle(Protocol):
         """
 
 
+class Replay(Protocol):
+    """The tensors of a step of the script, as a prediction changes them for a plan.
+
+    Implemented by ``autofit/inspection/prediction.py``. Its ``lives`` have a NumPy array for each
+    column, such as ``size`` in bytes and ``start`` in operations of the step.
+    """
+
+    facts: Facts
+    lives: Any
+    """The tensors, and when each exists and is used, under the levels so far."""
+    plain: Any
+    """The same of the script as it is, in the precision of the plan."""
+    half: bool
+    """Whether the model computes in 16 bits."""
+    forward: int
+    backward: int
+    """The first operation of each."""
+
+    @property
+    def share(self) -> float:
+        """The share of a call's samples that runs at once under the plan."""
+
+    @property
+    def tokens(self) -> int:
+        """Bytes of the largest output of the model's head, in a call of the script as it is."""
+
+    def made(self, size: Any, start: Any, end: Any) -> Any:
+        """Return further tensors, one an entry, which no block has made."""
+
+    def step_by_parameter(self) -> None:
+        """Free the temporary tensors of a step of all parameters at once."""
+
+
 class Strategy(ABC):
     """One technique. The module's docstring lists the rules for an implementation.
 
@@ -471,6 +504,8 @@ class Strategy(ABC):
     """The kinds of memory its levels lower: the cost model's prior."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Levels of earlier releases that were removed, each with its replacement."""
+    replays: ClassVar[bool] = False
+    """A prediction computes its memory from the script's own tensors, without a prior."""
     sized: ClassVar[bool] = False
     """Its effect depends on the batch size. The plan check uses as many samples as fit."""
 
@@ -632,6 +667,22 @@ class Strategy(ABC):
     def environment(self, level: str) -> dict[str, str]:
         """Return the environment variables that must be set before the process starts."""
         return {}
+
+    def around_forward(
+        self, level: str, device: str | None
+    ) -> AbstractContextManager[object] | None:
+        """Return a context for the forwards in a loop of the user's own; ``None`` if it has none.
+
+        ``device``: its type; by default ``"cuda"`` if there is a GPU.
+        """
+        return None
+
+    def replay(self, level: str, step: Replay) -> Callable[[], None] | None:
+        """Change the tensors of a predicted step as ``level`` does, before the batch is split.
+
+        Returns what to change after the split; ``None`` for nothing.
+        """
+        return None
 
     def acts_at_start(self, level: str) -> bool:
         """Return whether ``level`` acts in a process before the model exists."""

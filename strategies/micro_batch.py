@@ -30,6 +30,7 @@ class MicroBatch(Strategy):
     summary = "the model sees the batch in chunks; the optimizer sees the same batch as before"
     source = "https://arxiv.org/abs/1811.06965"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     number = Number.SAMPLES
     levels = (
         Level(name=AS_IS, summary="the script's own batch in one piece"),

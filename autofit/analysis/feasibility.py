@@ -21,15 +21,13 @@ from autofit.space.catalogue import Space, clash
 from autofit.space.order import by_activations, by_change
 from autofit.space.static_memory import KINDS, expected_bytes, least_bytes
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, AUTO, Facts, Number, Waste, counting
+from autofit.strategies import AS_IS, AUTO, SPLIT, Facts, Waste
 from autofit.worker.records.trials import Verdict
 
 MIN_EXTRA = 0.05
 """After a set ran out of memory, the next must leave this share of the budget more free."""
 MAX_SHORT = 2
 """Sets that may run out of memory before the search turns to those that leave the most free."""
-SPLIT = counting(Number.SAMPLES).name
-"""Name of the strategy that splits the batch."""
 STATIC_STRATEGIES = tuple(
     strategy.name
     for strategy in strategies.REGISTRY

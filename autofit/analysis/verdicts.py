@@ -16,7 +16,7 @@ from autofit.equivalence.compare import compare, divergence, finite
 from autofit.plan import Plan
 from autofit.space.order import by_cost
 from autofit.storage import TrialRecord
-from autofit.strategies import Facts, Fidelity, Number, counting
+from autofit.strategies import SPLIT, Facts, Fidelity
 from autofit.worker.records.phases import added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import CHECK, Measurement, OutOfMemory, TrialReport, Verdict
@@ -313,7 +313,7 @@ def tainted(plan: Plan, ended: Iterable[TrialReport], finished: Sequence[TrialRe
         found = culprit(report, finished)
         levels = dict([found] if found else _suspected(set(report.plan.searched.changes)))
         if len(levels) > 1 and report.verdict is Verdict.DRIFTED:
-            levels.pop(counting(Number.SAMPLES).name, None)
+            levels.pop(SPLIT, None)
         if levels and levels.items() <= plan.searched.levels.items():
             return True
     return False

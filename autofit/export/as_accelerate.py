@@ -12,14 +12,13 @@ from typing import Any
 from autofit.analysis.result import Result
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.export.header import launched_with
-from autofit.strategies import Number, counting
+from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import ScriptPart
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 RENAMED = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
 """Keys of the config file for variables that have another name, in lower case."""
-SPLIT = counting(Number.SAMPLES).name
 BEFORE = "before accelerator.prepare()"
 PARTS = dict.fromkeys((ScriptPart.MODEL, ScriptPart.OPTIMIZER, ScriptPart.LOADER), BEFORE)
 """Where a script with an ``Accelerator`` has what is set by hand."""

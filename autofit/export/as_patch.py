@@ -21,10 +21,9 @@ from autofit.export import as_accelerate, as_lightning, as_trainer
 from autofit.export.as_python import around
 from autofit.export.carried import Carried, comments, training_of
 from autofit.export.source import Made, Source
-from autofit.strategies import Number, counting
+from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import ByHand
 
-SPLIT = counting(Number.SAMPLES).name
 WHY = "the script does not show where"
 LOADER = ("dataset", "batch_size")
 """The positional arguments of a ``DataLoader`` that a plan may change."""

@@ -12,6 +12,7 @@ from autofit.space.order import by_cost
 from autofit.strategies import (
     AS_IS,
     AUTO,
+    RANKS,
     Facts,
     Fidelity,
     Hardware,
@@ -64,7 +65,7 @@ class Space:
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
         base = self.ranked(plan)
         if self.ranks == 1:  # no level is left that needs others
-            base = base.without(counting(Number.RANKS).name)
+            base = base.without(RANKS)
         base = base.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
         whole = base.with_number(Number.SAMPLES, plan.level_of(Number.SAMPLES))
         bases = dict.fromkeys((base, whole))
@@ -84,7 +85,7 @@ class Space:
 
     @property
     def _ranks(self) -> str:
-        return dict(self.levels).get(counting(Number.RANKS).name, (AS_IS,))[-1]
+        return dict(self.levels).get(RANKS, (AS_IS,))[-1]
 
     def ranked(self, plan: Plan) -> Plan:
         """Return ``plan`` with the number of ranks that every plan has."""

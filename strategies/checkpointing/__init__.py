@@ -62,6 +62,7 @@ class Checkpointing(Strategy):
     summary = "keeps a block's input and recomputes its activations in backward"
     source = "https://arxiv.org/abs/1604.06174"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     number = Number.BLOCKS
     ordered = (AS_IS, AUTO, ALL)  # a trial of ``auto`` finds a number, from no block to all
     removed: ClassVar[Mapping[str, str]] = {"selective": ALL}

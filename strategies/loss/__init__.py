@@ -13,6 +13,7 @@ from autofit.strategies.base import (
     Fidelity,
     Level,
     Memory,
+    Replay,
     Root,
     ScriptPart,
     Setting,
@@ -43,6 +44,7 @@ class Loss(Strategy):
     summary = "head and cross-entropy in chunks of tokens: no logits of the whole batch"
     source = "https://arxiv.org/abs/2410.10989"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(
@@ -100,6 +102,12 @@ class Loss(Strategy):
             " states and the head's weight"
         )
         return ByHand(setting=setting, part=ScriptPart.STEP)
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Compute head and loss in chunks of tokens, and their gradients within forward."""
+        from autofit.strategies.loss.replay import chunked
+
+        chunked(step)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Make the head's output lazy."""

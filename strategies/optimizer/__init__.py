@@ -14,6 +14,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
+    Replay,
     ScriptPart,
     Setting,
     Strategy,
@@ -47,6 +48,7 @@ class Optimizer(Strategy):
     summary = "the script's own optimizer, in a faster implementation or with smaller state"
     source = "https://arxiv.org/abs/2110.02861"
     lowers = frozenset({Memory.OPTIMIZER_STATE, Memory.WORKSPACE})
+    replays = True
     ordered = ("fused", "eight_bit")  # fused needs less memory than as_is, and is not slower
     removed: ClassVar[Mapping[str, str]] = {"paged": "fused", "paged_eight_bit": "eight_bit"}
     levels = (
@@ -159,6 +161,15 @@ class Optimizer(Strategy):
         if set(training.facts.optimizers) != {"AdamW"}:
             return None
         return super().setting(level, form, training)
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Step parameter by parameter. Small tensors keep their state in 32 bits."""
+        if level in OTHERS:
+            return
+        if level == "eight_bit":
+            whole = (step.lives.kind == Memory.OPTIMIZER_STATE) & ~step.lives.quantized
+            step.lives = step.lives.where(whole, size=step.plain.size)
+        step.step_by_parameter()
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Replace the step. Raises ``Refused`` if the optimizer does not support the level."""

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from autofit.strategies.support.bitsandbytes import bitsandbytes
+from autofit.strategies.support.bitsandbytes import SMALL, bitsandbytes
 
 BLOCK = 256
 """Elements that share a scale, fixed by the kernels."""
-SMALL = 4096
-"""Parameters with fewer elements keep 32 bits; bitsandbytes' own default."""
 LARGEST = 2**31 - 1
 """Largest number of elements: the kernels count in 32 bits."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from autofit.facts import Facts, Hardware
@@ -43,6 +44,7 @@ class Precision(Strategy):
     summary = "matrix products in lower precision; weights and optimizer stay in fp32"
     source = "https://arxiv.org/abs/1710.03740"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     redraws = True  # attention with dropout uses other kernels in half precision
     levels = (
         Level(name=AS_IS, summary="the script's own precision"),
@@ -151,6 +153,19 @@ class Precision(Strategy):
             f'    torch.autocast("{training.device}", dtype=torch.bfloat16)({model}.forward)',
             ")",
         )
+
+    def around_forward(
+        self, level: str, device: str | None
+    ) -> AbstractContextManager[object] | None:
+        """Return TF32 for the process, or autocast."""
+        import torch
+
+        from autofit.strategies.inspection import tf32
+
+        if level == "tf32":
+            return tf32.switched(True)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.autocast(device, dtype=getattr(torch, str(self.level(level).autocast)))
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Use autocast around each forward. Under fp16 also scale gradients inside the root."""

@@ -1,10 +1,13 @@
-"""Imports bitsandbytes without its messages."""
+"""bitsandbytes: how it is imported, and what it leaves in 32 bits."""
 
 from __future__ import annotations
 
 import logging
 from functools import cache
 from typing import Any
+
+SMALL = 4096
+"""Parameters with fewer elements keep 32 bits; bitsandbytes' own default."""
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.strategies import Number, counting
+from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import AS_IS
 from autofit.worker.harness.measurement.probe import NotProbed, Prober, Rest, Shortage
 from autofit.worker.harness.patching.observers import inside
@@ -139,5 +139,5 @@ class Suspension:
         free_frames(error)
         self._root.take_back()
         if plan.chunk is not None and not self._prober.runs_apart(plan.chunk):
-            return Refused(NOT_APART, counting(Number.SAMPLES).name)
+            return Refused(NOT_APART, SPLIT)
         return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)

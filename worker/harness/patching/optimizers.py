@@ -86,6 +86,8 @@ class HarnessOptimizer:
         self._alone = alone
         self._shard = shard
         self._release: Release | None = None
+        self._changing: str | None = None
+        """The strategy whose hook changes the optimizer."""
         self._plan = Plan()
         self._changes: Changes = ()
         self._steppers: list[Stepper] = []
@@ -188,7 +190,7 @@ class HarnessOptimizer:
         """
         if self._alone:
             raise Refused("steps inside backward need the whole process: use `autofit run`")
-        release = self._release = Release(self, self._owner.seams, aside)
+        release = self._release = Release(self, self._owner.seams, aside, self._changing)
 
         def undo() -> None:
             release.stop()
@@ -251,6 +253,7 @@ class HarnessOptimizer:
         return {**found, "state": defaultdict(dict, state)}
 
     def _change(self, strategy: Strategy, level: str) -> None:
+        self._changing = strategy.name
         try:
             undo = strategy.on_optimizer(level, self)
         except Refused as refusal:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
+from autofit.strategies import RANKS, SHARDING
 from autofit.strategies.base import Shards
 from autofit.worker.records.trials import LOOPBACK, Meeting
 
@@ -194,7 +195,7 @@ def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
     if not shards.on_host:
         raise Refused("there is one process, which keeps the whole weights")
     if not _of_one and dist.is_initialized():
-        raise Refused(OWN_GROUP, "sharding")
+        raise Refused(OWN_GROUP, SHARDING)
     return RankGroup.of_one("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -260,7 +261,7 @@ def _hide() -> None:
         setattr(dist, name, _hidden(getattr(dist, name), answer))
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise Refused(OWN_GROUP, "ranks")
+        raise Refused(OWN_GROUP, RANKS)
 
     dist.init_process_group = refuse
 

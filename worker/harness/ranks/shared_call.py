@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import AutofitError, Refused
+from autofit.strategies import RANKS
 from autofit.strategies.base import Deferred, Forward
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
@@ -190,11 +191,11 @@ class SharedRoot:
         if any(each is None for each, _ in said):
             reason = next(why for each, why in said if each is None)
             if self.owner.strict:
-                raise Refused(reason, "ranks")
+                raise Refused(reason, RANKS)
             warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
             return None
         if len({each for each, _ in said}) > 1:
-            raise Refused("the ranks have found different ways to divide a call", "ranks")
+            raise Refused("the ranks have found different ways to divide a call", RANKS)
         self._agreed = told
         return layout
 
@@ -442,7 +443,7 @@ def refuse_unknown_tensors(outputs: Iterable[Any], known: Iterable[torch.Tensor]
     """Raise ``Refused`` if a tensor that is not ``known`` would get a part of its gradient."""
     names = {id(each) for each in known}
     if any(each.numel() and id(each) not in names for each in differentiated(outputs)):
-        raise Refused(UNKNOWN_LEAF, "ranks")
+        raise Refused(UNKNOWN_LEAF, RANKS)
 
 
 class _Bridge(torch.autograd.Function):
@@ -459,5 +460,5 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the parameters and of the arguments."""
         if torch.is_grad_enabled():
-            raise Refused(CREATE_GRAPH, "ranks")
+            raise Refused(CREATE_GRAPH, RANKS)
         return (None, *ctx.call.backward(cotangents))

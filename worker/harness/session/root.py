@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies import Number, counting
+from autofit.strategies import SPLIT, Number, counting
 from autofit.strategies.base import (
     AS_IS,
     Forward,
@@ -530,7 +530,7 @@ class HarnessRoot:
         try:
             layout = self._layouts.of(batch, gradients=gradients)
         except Refused as refusal:
-            raise type(refusal)(str(refusal), counting(Number.SAMPLES).name) from refusal
+            raise type(refusal)(str(refusal), SPLIT) from refusal
         if layout.draws and self._facts is not None and not self._facts.dropout:
             self._facts = replace(self._facts, dropout=True)
         return layout
