@@ -668,12 +668,10 @@ class Strategy(ABC):
         """Return the environment variables that must be set before the process starts."""
         return {}
 
-    def around_forward(
-        self, level: str, device: str | None
-    ) -> AbstractContextManager[object] | None:
+    def around_forward(self, level: str, device: str) -> AbstractContextManager[object] | None:
         """Return a context for the forwards in a loop of the user's own; ``None`` if it has none.
 
-        ``device``: its type; by default ``"cuda"`` if there is a GPU.
+        ``device``: the type of the device.
         """
         return None
 

@@ -75,7 +75,13 @@ class ActivePlan:
         your loop must use a ``torch.amp.GradScaler``; ``apply`` scales the loss itself.
         """
         plain = Strategy.around_forward
-        self.used |= {s.name for s in REGISTRY if type(s).around_forward is not plain}
+        having = {s.name for s in REGISTRY if type(s).around_forward is not plain}
+        self.used |= having
+        if not any(name in having for name, _ in self.plan.changes):
+            return nullcontext()
+        from autofit.worker.meter import accelerator
+
+        device = device or accelerator.device()
         found = (strategy.around_forward(level, device) for strategy, level in self.plan)
         return next((context for context in found if context is not None), nullcontext())
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from autofit.worker import meter
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
+from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import OutOfMemory
 
 log = logging.getLogger("autofit.resilient")
@@ -28,7 +28,7 @@ class PlanSession(Session):
     """Applies one plan to one model and its optimizer, until ``end``."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
-        super().__init__(meter.for_device("cuda" if torch.cuda.is_available() else "cpu"))
+        super().__init__(meter.for_device(accelerator.device()))
         self.refusal: tuple[str, str, str] | None = None
         """Strategy, level and reason of the technique that was refused, if any."""
         self._plan = plan

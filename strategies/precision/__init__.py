@@ -154,9 +154,7 @@ class Precision(Strategy):
             ")",
         )
 
-    def around_forward(
-        self, level: str, device: str | None
-    ) -> AbstractContextManager[object] | None:
+    def around_forward(self, level: str, device: str) -> AbstractContextManager[object] | None:
         """Return TF32 for the process, or autocast."""
         import torch
 
@@ -164,7 +162,6 @@ class Precision(Strategy):
 
         if level == "tf32":
             return tf32.switched(True)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return torch.autocast(device, dtype=getattr(torch, str(self.level(level).autocast)))
 
     def on_root(self, level: str, root: Root) -> Undo | None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from autofit.exceptions import Refused, WorkerError
 from autofit.strategies import RANKS, SHARDING
 from autofit.strategies.base import Shards
+from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import LOOPBACK, Meeting
 
 PATIENCE = timedelta(seconds=300)
@@ -196,7 +197,7 @@ def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
         raise Refused("there is one process, which keeps the whole weights")
     if not _of_one and dist.is_initialized():
         raise Refused(OWN_GROUP, SHARDING)
-    return RankGroup.of_one("cuda" if torch.cuda.is_available() else "cpu")
+    return RankGroup.of_one(accelerator.device())
 
 
 def _connect(rank: int, size: int, store: Any, device: str, address: str = LOOPBACK) -> None:
