@@ -194,6 +194,9 @@ class Level:
     cannot carry it, or takes what ``by_hand`` says."""
     implies: Mapping[str, str] = field(default_factory=dict)
     """Levels of other strategies that it has the effect of, by strategy. A search adds them."""
+    ordered: bool = False
+    """Always needs less memory, and more time, than the ordered levels before it. A level that is
+    faster too is not, nor one whose effect depends on a number."""
     shards: Shards | None = None
     """How it shards what the ranks would hold alike."""
     contains: str | None = None
@@ -509,12 +512,6 @@ class Strategy(ABC):
     sized: ClassVar[bool] = False
     """Its effect depends on the batch size. The plan check uses as many samples as fit."""
 
-    ordered: ClassVar[tuple[str, ...]] = ()
-    """Levels of which each always needs less memory, and more time, than those before it.
-
-    Levels that are faster too, or whose effect depends on a number, are in no order. Without the
-    first level, it is no slower than ``as_is``.
-    """
     remedies: ClassVar[Waste | None] = None
     """What it lowers, if it has no use before the same plan without it has shown this."""
     freezes: ClassVar[bool] = False
@@ -538,6 +535,11 @@ class Strategy(ABC):
         hint = did_you_mean(name, names) or f"it has {', '.join(names)}"
         number = f" or a number of {self.number}" if self.number is not None else ""
         raise UsageError(f"{unknown}; {hint}{number}")
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """The levels of which each always needs less memory, and more time, than those before."""
+        return tuple(level.name for level in self.levels if level.ordered)
 
     def numbered(self, name: str) -> Level:
         """Return the level that is the positive integer ``name``, if it is a ``number``."""

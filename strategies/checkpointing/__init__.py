@@ -64,17 +64,17 @@ class Checkpointing(Strategy):
     lowers = frozenset({Memory.ACTIVATIONS})
     replays = True
     number = Number.BLOCKS
-    ordered = (AS_IS, AUTO, ALL)  # a trial of ``auto`` finds a number, from no block to all
     removed: ClassVar[Mapping[str, str]] = {"selective": ALL}
     levels = (
-        Level(name=AS_IS, summary="as the script has it"),
+        Level(name=AS_IS, summary="as the script has it", ordered=True),
         Level(
             name=AUTO,
             summary="as many blocks as the budget needs, found inside one launch",
             slowdown=1.12,
             keeps=0.55,
+            ordered=True,  # its trial finds a number, from no block to all
         ),
-        Level(name=ALL, summary="every block", slowdown=1.25, keeps=0.15),
+        Level(name=ALL, summary="every block", slowdown=1.25, keeps=0.15, ordered=True),
     )
 
     def level(self, name: str) -> Level:

@@ -44,7 +44,7 @@ ADAM = Algorithm(
 State = dict[str, Any]
 
 
-def to_eight_bit(handle: OptimizerHandle) -> Undo:
+def to_eight_bit(handle: OptimizerHandle, level: str) -> Undo:
     """Keep the state of an optimizer in 8 bits, including the present state."""
     return EightBit(handle, understood(handle.optimizer)).undo
 

@@ -26,7 +26,7 @@ DEVICES = ("cpu", "cuda")
 ADAGRAD_ON_CUDA = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
-def fuse(handle: OptimizerHandle) -> Undo | None:
+def fuse(handle: OptimizerHandle, level: str) -> Undo | None:
     """Run each step with the fused kernels. Return ``None`` if the script does so already."""
     optimizer = handle.optimizer
     if reason := why_not(optimizer):
@@ -45,7 +45,7 @@ def fuse(handle: OptimizerHandle) -> Undo | None:
     return undo
 
 
-def one_at_a_time(handle: OptimizerHandle) -> Undo:
+def one_at_a_time(handle: OptimizerHandle, level: str) -> Undo:
     """Step one parameter after the other, if torch would step all at once."""
     optimizer = handle.optimizer
     name = type(optimizer).__name__

@@ -410,7 +410,7 @@ class HarnessRoot:
     def _in_one_piece(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call of a split root that cannot be split; rescue it if this session rescues."""
         if self._shared is not None and self._shared.runs_slice:
-            raise Refused(reason, "micro_batch")  # all ranks must do so
+            raise Refused(reason, SPLIT)  # all ranks must do so
         self._policy.tell_whole(reason)
         if self._policy.standby is None:
             return forward(*args, **kwargs)
