@@ -141,7 +141,9 @@ class InnerRoots:
         self._undos: list[Undo] = [
             calls.wrap(each, self._around(each))
             for each in module.modules()
-            if each is not module and _count(each) >= max(1, LEAST * whole)
+            if each is not module
+            and not isinstance(each, nn.Embedding | nn.EmbeddingBag)  # a lookup is no work
+            and _count(each) >= max(1, LEAST * whole)
         ]
 
     @contextmanager
