@@ -366,7 +366,7 @@ def _sample(folder: Path, form: str, text: str) -> Sample:
         )
         found = expressed(form, result)
         assert found is not None, f"{form} carries every plan"
-        if strategy.name in found.strategies:
+        if found.carries(strategy, level):
             return "in part" if found.in_script else "yes"
         if strategy.name in found.by_hand:
             return found.told(strategy, level)

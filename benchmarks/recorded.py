@@ -21,8 +21,7 @@ import numpy as np
 from autofit.plan import Plan
 from autofit.space.static_memory import Static
 from autofit.storage import Owner, Purpose, State, TrialRecord
-from autofit.strategies import AS_IS, REGISTRY, Facts, Hardware, Memory, RootFacts, get
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, REGISTRY, Facts, Hardware, Memory, RootFacts, get
 from autofit.worker.harness.measurement.sizes import Ask, roomier, solve
 from autofit.worker.records.trials import (
     HORIZON,

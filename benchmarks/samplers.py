@@ -47,8 +47,7 @@ from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.pruning import waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import Space
-from autofit.strategies import AS_IS, NAMES
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, NAMES
 from autofit.tuning.optuna_study import choices_of, study_of
 from autofit.tuning.sampler import AutofitSampler
 from autofit.tuning.starts import FixedStarts

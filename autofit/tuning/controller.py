@@ -16,7 +16,6 @@ from autofit.analysis.verdicts import best_plan, within
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
-from autofit.strategies.ranks import Ranks, count
 from autofit.tuning import messages
 from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
@@ -402,7 +401,7 @@ class Search:
         )[0]
 
     def _request(self, plan: Plan, purpose: Purpose) -> LaunchRequest:
-        replicas = count(plan[Ranks.name])
+        replicas = plan.ranks
         return LaunchRequest(
             script=self._options.script,
             plans=(plan,),

@@ -14,10 +14,7 @@ from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
-from autofit.strategies.allocator import EXPANDABLE
-from autofit.strategies.micro_batch import AUTO
-from autofit.strategies.ranks import count
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, Hardware, Number, Waste
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
 from autofit.tuning.starts import FixedStarts, known_plans
@@ -82,14 +79,14 @@ class Proposer:
     @property
     def has_spread(self) -> bool:
         """Whether an earlier search of the study has measured plans that span several devices."""
-        return any(trial.plan["ranks"] != AS_IS for trial in self._history.now.finished)
+        return any(trial.plan.ranks > 1 for trial in self._history.now.finished)
 
     def spread(self) -> bool:
         """Propose from now on plans that span all devices; return whether there may be any."""
         if self._spread == 1 or self._limit_reached(len(self._history.now.finished)):
             return False
         self._hardware, self._spread = replace(self._hardware, devices=self._spread), 1
-        return self._space().ranks != AS_IS
+        return self._space().ranks > 1
 
     def known(self) -> tuple[Hashable, ...]:
         """Return the state on which proposals depend. Equal states give equal proposals."""
@@ -124,7 +121,7 @@ class Proposer:
         if rivals := _rivals(here):
             return Stage.STEPS, rivals
         plan = best_plan(ranked[0])
-        known = history.is_verified(plan) or plan["sharding"] != AS_IS
+        known = history.is_verified(plan) or plan.shards is not None
         if ranked[0] not in here or known or plan.fidelity(history.study.facts) is Fidelity.RECIPE:
             return Stage.PROBE, []
         return Stage.CHECK, ranked[:1]
@@ -142,8 +139,9 @@ class Proposer:
         fallbacks = fallbacks_below(plan, self.fallback_context())
         runs = history.now.confirmed(plan)
         fragmented = any(fragmentation(trial) >= FRAGMENTED for trial in runs)
-        if fragmented and EXPANDABLE in space.choices("allocator"):
-            fallbacks.insert(0, plan.replace(allocator=EXPANDABLE))
+        remedied = space.remedied(plan, Waste.FRAGMENTATION)
+        if fragmented and remedied is not None:
+            fallbacks.insert(0, remedied)
         return next(
             (fallback for fallback in fallbacks if not history.now.confirmed(fallback)), None
         )
@@ -188,7 +186,7 @@ class Proposer:
             horizon=history.options.horizon,
             seconds_left=history.seconds_left(),
             link=self._hardware.link,
-            bandwidth=history.bandwidths.get(count(found.ranks)),
+            bandwidth=history.bandwidths.get(found.ranks),
             spreads_later=self._spread > 1,
         )
 
@@ -249,7 +247,7 @@ class Proposer:
         if not left:
             return "Plans that were not tried may be faster."
         best = max(left, key=lambda each: each.gain)
-        plan = str(best.plan.replace(micro_batch=AS_IS)).replace(f" {AUTO}", "")
+        plan = str(best.plan.with_number(Number.SAMPLES, AS_IS)).replace(f" {AUTO}", "")
         more = f"{100 * best.gain:.0f} %"
         return f"Not tried: {len(left)} plans, of which {plan} may be faster by about {more}."
 

@@ -20,8 +20,7 @@ from autofit.analysis.ranking import ranked
 from autofit.plan import Plan
 from autofit.space.order import expected
 from autofit.storage import Store, StudyRecord
-from autofit.strategies import AS_IS, Facts, Memory
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, Facts, Memory, Number
 from autofit.worker.records.trials import Verdict
 
 MAX_SHORT = 5
@@ -30,7 +29,6 @@ MAX_SHORT = 5
 Without this many, level sets are tried only if the computed static memory exceeds the budget."""
 HALF = 0.5
 """Share of the activations that a refining level may leave to be part of the expert's plan."""
-COMPILE = strategies.get("compile")
 
 
 class FixedStarts:
@@ -91,8 +89,8 @@ class FixedStarts:
             return None
 
         def order(plan: Plan) -> tuple[float, bool]:
-            plain = plan.replace(checkpointing=AS_IS)  # checkpointing may take no block at all
-            return expected(plain, state.facts), plan["checkpointing"] != AUTO
+            plain = plan.with_number(Number.BLOCKS, AS_IS)  # its trial may take no block at all
+            return expected(plain, state.facts), plan.blocks != AUTO
 
         best = min(plans, key=order)
         return next(filter(self._saves_much, state.space.refinements(best)), best)
@@ -112,22 +110,23 @@ class FixedStarts:
         """Return the fastest plan so far, compiled, if compiling may pay within the horizon."""
         state = self._state
         best = next(iter(ranked(state.finished, state.budget, state.horizon)), None)
-        levels = [
-            level
-            for level in dict(state.space.levels).get(COMPILE.name, ())
-            if level != AS_IS and not COMPILE.level(level).refines
-        ]
         if best is None or best.measurement is None or state.facts is None or best.plan.neutral:
             return None
         if state.spreads_later:  # the plan that spans all devices is compiled
             return None
-        if best.plan[COMPILE.name] != AS_IS:
+        if best.plan.compiles:
             return None
         step, facts = best.measurement.seconds, state.facts
-        for level in sorted(levels, key=lambda each: COMPILE.expected_setup(each, facts)):
-            saved = (1.0 - COMPILE.expected_slowdown(level, facts)) * step * state.horizon
-            if saved >= PAYBACK * COMPILE.expected_setup(level, facts):
-                return best.plan.searched.replace(**{COMPILE.name: level})
+        levels = [
+            (strategy.expected_setup(level, facts), strategy, level)
+            for strategy in strategies.REGISTRY
+            for level in state.space.choices(strategy.name)
+            if strategy.level(level).setup_seconds and not strategy.level(level).refines
+        ]
+        for setup, strategy, level in sorted(levels, key=lambda each: each[0]):
+            saved = (1.0 - strategy.expected_slowdown(level, facts)) * step * state.horizon
+            if saved >= PAYBACK * setup:
+                return best.plan.searched.replace(**{strategy.name: level})
         return None
 
     def _next_level_set(self) -> LevelSet | None:

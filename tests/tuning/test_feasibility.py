@@ -20,8 +20,7 @@ from autofit.analysis.feasibility import (
 from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import State, Store, TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, RootFacts
 from autofit.tuning.history import History
 from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.records.trials import (

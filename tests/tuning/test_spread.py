@@ -15,9 +15,8 @@ import pytest
 from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.storage import Purpose, Store, TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, RootFacts
 from autofit.strategies.checkpointing import Checkpointing
-from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import count
 from autofit.worker.meter import build
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
@@ -51,7 +50,7 @@ class Decoder:
         shared, state = shard.get(plan["sharding"], (1.0, 1.0))
         state *= 0.27 if plan["optimizer"] == "eight_bit" else 1.0
         each = 1.6 if plan["precision"] == "bf16" else 2.6
-        each *= 1 - 0.85 * Checkpointing().block_share(blocks, FACTS)
+        each *= 1 - 0.85 * Checkpointing().extent(blocks, FACTS)
         kept = {"half": 0.6, "all": 0.2}.get(plan["activation_offload"], 1.0)
         return 0.8 + 1.06 * (4.1 * 2 * shared + 8.2 * state + each * kept * size)
 
@@ -59,7 +58,7 @@ class Decoder:
         """Return the seconds of a step."""
         cards = count(plan["ranks"])
         compute = {"bf16": 0.6, "tf32": 1.2}.get(plan["precision"], 3.6)
-        compute *= 1 + 0.3 * Checkpointing().block_share(blocks, FACTS)
+        compute *= 1 + 0.3 * Checkpointing().extent(blocks, FACTS)
         compute *= 0.9 if plan["compile"] != AS_IS else 1.0
         compute *= {"half": 1.5, "all": 2.1}.get(plan["activation_offload"], 1.0)
         chunks = math.ceil(BATCH / cards / size)

@@ -12,8 +12,7 @@ from enum import StrEnum
 
 from autofit.facts import Bandwidth, Facts
 from autofit.plan import Plan
-from autofit.strategies import ranks
-from autofit.strategies.checkpointing import more_blocks
+from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.inspection import Growth, Inspected, Inspection
 from autofit.worker.records.phases import Seconds
@@ -661,7 +660,7 @@ class LaunchRequest:
     @property
     def replicas(self) -> int:
         """Copies of a single-process script that train as one; all plans have the same number."""
-        return max((ranks.count(plan["ranks"]) for plan in self.plans[:1]), default=1)
+        return max((plan.ranks for plan in self.plans[:1]), default=1)
 
     @property
     def processes(self) -> int:
