@@ -66,7 +66,7 @@ def works(*, small: bool) -> dict[str, Work]:
 def explained(work: Work, *, small: bool, in_time: Callable[[], bool]) -> dict[str, Any]:
     """Return the figures of a work."""
     args = ("--small",) if small else ()
-    target = Target.on_this_machine(Script(target=work.script, cwd=str(WORKS), args=args))
+    target = Target.on(Script(target=work.script, cwd=str(WORKS), args=args))
     leaks = not work.techniques
     began = time.monotonic()
     whole = inspect(target, Plan(), Inspection(steps=STEPS) if leaks else Inspection())

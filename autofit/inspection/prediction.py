@@ -60,6 +60,11 @@ def predicted_peak(plan: Plan, timeline: Timeline, facts: Facts) -> float:
     return _Replay(plan, timeline, facts).peak()
 
 
+def predicted_kinds(plan: Plan, timeline: Timeline, facts: Facts) -> dict[str, int]:
+    """Return the bytes of tensors at the peak under ``plan``, by kind of memory."""
+    return _Replay(plan, timeline, facts).lives().kinds()
+
+
 def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
     """Return whether the prediction rests on measured bytes alone, and on no prior.
 
@@ -128,12 +133,30 @@ class _Lives:
 
     def peak(self) -> float:
         """Return the most bytes that exist at once."""
+        return self._peak()[0]
+
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes by kind at the moment of the peak."""
+        time = self._peak()[1]
+        exists = (self.start <= time) & (self.end >= time)
+        found: dict[str, int] = {}
+        for kind in dict.fromkeys(self.kind[exists]):
+            size = self.size[exists & (self.kind == kind)].sum()
+            found[str(kind) or str(Kind.ACTIVATIONS)] = round(float(size))
+        return found
+
+    def _peak(self) -> tuple[float, float]:
+        """Return the most bytes that exist at once, and when they do."""
         begins, ends = np.argsort(self.start), np.argsort(self.end)
         begun = np.cumsum(self.size[begins])
         gone = np.concatenate([[0.0], np.cumsum(self.size[ends])])
         before = np.searchsorted(self.end[ends], self.start[begins], side="left")
         last = np.searchsorted(self.start[begins], self.start[begins], side="right") - 1
-        return float(np.max(begun[last] - gone[before], initial=0.0))
+        held = begun[last] - gone[before]
+        if not len(held):
+            return 0.0, 0.0
+        at = int(np.argmax(held))
+        return float(held[at]), float(self.start[begins][at])
 
 
 class _Replay:
@@ -152,6 +175,10 @@ class _Replay:
 
     def peak(self) -> float:
         """Return the bytes at the peak."""
+        return self.lives().peak()
+
+    def lives(self) -> _Lives:
+        """Return what exists in a step."""
         plan = self._plan
         lives = self._base
         lives = self._optimizer(lives)
@@ -164,7 +191,7 @@ class _Replay:
             lives = self._offloaded(lives)
         if plan["checkpointing"] != AS_IS:
             lives = self._checkpointed(lives)
-        return lives.peak()
+        return lives
 
     # --- the step as it is -----------------------------------------------------------------
 

@@ -165,7 +165,7 @@ FIVE = (
 def test_predicted_savings_are_within_15_per_cent_of_measured_ones(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRANSFORMER)
     script = Script(target="train.py", cwd=os.fspath(tmp_path))
-    target = Target.on_this_machine(script, memory=1 << 30)
+    target = Target.on(script, memory=1 << 30)
     whole = inspect(target, Plan(), Inspection()).inspected
     assert whole is not None
     assert whole.plain is not None

@@ -164,6 +164,18 @@ class PlainSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """A line that reads numbers which a fake GPU does not know."""
+
+    place: Place | None
+    """The line of the user's own code, if known."""
+    count: int
+    """How often it did."""
+    decides: bool
+    """Whether it was a condition: the script may take another path on a real GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspected:
     """The result of an inspection."""
 
@@ -183,3 +195,5 @@ class Inspected:
     """Whether the script compiles a model, which ran uncompiled."""
     requested: int | None = None
     """Bytes that the allocation requested that failed; ``None`` if none did."""
+    guesses: tuple[Guess, ...] = ()
+    """The numbers that a fake GPU did not know, the most frequent first."""

@@ -44,7 +44,13 @@ from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import classify
-from autofit.worker.records.inspection import Inspected, Inspection, Kind, PlainSteps
+from autofit.worker.records.inspection import (
+    Guess,
+    Inspected,
+    Inspection,
+    Kind,
+    PlainSteps,
+)
 from autofit.worker.records.trials import (
     Finished,
     LaunchRequest,
@@ -62,8 +68,18 @@ class InspectedRun(Session):
     as in a trial: they give the peak with which the followed memory is compared.
     """
 
-    def __init__(self, request: LaunchRequest, reporter: Reporter, meter: Meter) -> None:
+    def __init__(
+        self,
+        request: LaunchRequest,
+        reporter: Reporter,
+        meter: Meter,
+        *,
+        guesses: Callable[[], tuple[Guess, ...]] = tuple,
+    ) -> None:
+        """``guesses``: returns what a fake GPU has guessed."""
         assert request.inspection is not None, "it is asked for"
+        self._guesses = guesses
+        self._fake = request.fake_gpu is not None
         super().__init__(meter, ranks=request.ranks, phases=reporter.phases)
         self.index = 0
         self.over = False
@@ -112,7 +128,9 @@ class InspectedRun(Session):
 
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a trial's policy."""
-        return RunPolicy(strict=True, may_run_whole=False, whole_fits=lambda: True)
+        return RunPolicy(
+            strict=True, may_run_whole=False, whole_fits=lambda: True, compares=not self._fake
+        )
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan."""
@@ -148,6 +166,11 @@ class InspectedRun(Session):
         self._log.detach()
         super().describe_uncalled_model(error)
         self._send_failed(classify(error).requested)
+
+    def script_failed(self) -> None:
+        """Report what the script holds, in which a fake GPU could not follow it further."""
+        self._log.note_failure()
+        self._send_failed(None)
 
     def call_begins(self) -> None:
         """Notice that a forward pass begins."""
@@ -239,6 +262,8 @@ class InspectedRun(Session):
             self.reads.stop()
             if self._followed == self._asked_for.steps:
                 self._summarize()
+                if not self._asked_for.plain:
+                    self._end()
                 self._begin_plain()
             else:
                 self._step_began = self._log.now + 1
@@ -337,11 +362,12 @@ class InspectedRun(Session):
         return snapshot.taken()
 
     def _plain(self) -> PlainSteps | None:
-        if not self._seconds:
+        if not self._seconds and self._asked_for.plain:
             return None
         peak = self.meter.peak()
+        followed = self._result.moments[0].peak if self._fake and self._result else 0
         return PlainSteps(
-            allocated=peak.allocated,
+            allocated=max(peak.allocated, followed),
             reserved=peak.reserved,
             device=peak.device,
             seconds=tuple(self._seconds),
@@ -355,7 +381,8 @@ class InspectedRun(Session):
             self._summarize()
         if self._result is not None:
             self._sent = True
-            self._reporter.send(replace(self._result, plain=self._result.plain or self._plain()))
+            plain = self._result.plain or self._plain()
+            self._reporter.send(replace(self._result, plain=plain, guesses=self._guesses()))
 
     def _send_failed(self, requested: int | None) -> None:
         """Send what held the memory when an allocation failed."""
@@ -367,10 +394,16 @@ class InspectedRun(Session):
             self._mark_state(optimizer)
         moment = failed_moment(self._log)
         self._log.detach()
-        if moment is not None:
+        if moment is not None and (moment.peak or not self._fake):
             self._sent = True
             self._reporter.send(
-                Inspected(moments=(moment,), plain=None, steps=self.steps, requested=requested or 0)
+                Inspected(
+                    moments=(moment,),
+                    plain=None,
+                    steps=self.steps,
+                    requested=requested or 0,
+                    guesses=self._guesses(),
+                )
             )
 
     def _end(self) -> NoReturn:
