@@ -14,7 +14,7 @@ from autofit.inspection import techniques
 from autofit.inspection.cards import Card, cards
 from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans, whole
 from autofit.inspection.options import ExplainOptions
-from autofit.inspection.prediction import device_bytes, predicted_peak, predicted_slowdown
+from autofit.inspection.prediction import Predictor, device_bytes, predicted_slowdown
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.storage import Store
@@ -187,10 +187,11 @@ def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Ca
     inspected, facts = outcome.inspected, outcome.facts
     assert inspected is not None, "the script fits"
     plain = inspected.plain
+    predictor = Predictor(timeline, facts)
 
     def needed(plan: Plan) -> float:
         return device_bytes(
-            predicted_peak(plan, timeline, facts),
+            predictor.peak(plan),
             allocated=plain.allocated if plain else 0,
             reserved=plain.reserved if plain else 0,
             context=plain.device - plain.reserved if plain else 0,

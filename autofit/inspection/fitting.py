@@ -16,9 +16,10 @@ from autofit.inspection.cards import FREE, GpuModel, model_named, models_named
 from autofit.inspection.explanation import beside_tensors, sizes_by_kind
 from autofit.inspection.launches import Outcome, Target, inspect
 from autofit.inspection.options import FitOptions
-from autofit.inspection.prediction import device_bytes, predicted_kinds, predicted_slowdown
+from autofit.inspection.prediction import Predictor, device_bytes, predicted_slowdown
 from autofit.inspection.techniques import combinations
 from autofit.plan import Plan
+from autofit.space.static_memory import least_bytes
 from autofit.worker.records.inspection import Guess, Inspected, Inspection, Kind
 from autofit.worker.records.trials import Script
 
@@ -121,6 +122,8 @@ class _Plans:
     def __init__(self, outcome: Outcome, inspected: Inspected) -> None:
         self._facts = outcome.facts
         self._inspected = inspected
+        timeline = inspected.timeline
+        self._predictor = Predictor(timeline, outcome.facts) if timeline is not None else None
         self._known: dict[Plan, dict[str, int]] = {}
 
     def on(self, model: GpuModel, options: FitOptions) -> CardFit:
@@ -131,8 +134,12 @@ class _Plans:
         as_it_is = self._plan(Plan(), budget)
         fastest: list[Plan] = []
         least = as_it_is if as_it_is.margin >= 0 else None
-        if self._inspected.timeline is not None:
-            plans = list(combinations(self._facts, model.hardware))
+        if self._predictor is not None:
+            plans = [
+                plan
+                for plan in combinations(self._facts, model.hardware)
+                if least_bytes(plan, self._facts, cuda=True) <= budget
+            ]
             if least is None:
                 ordered = sorted(plans, key=self._change)
                 tried = (self._plan(plan, budget) for plan in ordered)
@@ -167,10 +174,10 @@ class _Plans:
     def _kinds(self, plan: Plan) -> dict[str, int]:
         """Return the bytes that a plan needs on the device, by kind."""
         inspected = self._inspected
-        if plan.neutral or inspected.timeline is None:
+        if plan.neutral or self._predictor is None:
             parts = (*inspected.moments[0].parts, *beside_tensors(inspected))
             return {str(kind): size for kind, size in sizes_by_kind(parts).items()}
-        kinds = predicted_kinds(plan, inspected.timeline, self._facts)
+        kinds = self._predictor.kinds(plan)
         plain = inspected.plain
         assert plain is not None, "a fake GPU has them"
         tensors = sum(kinds.values())

@@ -50,19 +50,22 @@ EXACT = (*REPLAYED, "optimizer", "gradient_release", "zero_grad", "optimizer_off
 Array = npt.NDArray[np.float64]
 
 
-def predicted_peak(plan: Plan, timeline: Timeline, facts: Facts) -> float:
-    """Return the bytes of tensors at the peak under ``plan``.
+class Predictor:
+    """Predicts the memory of plans from one step of the script as it is."""
 
-    ``timeline``: a step of the script as it is.
-    """
-    if plan.neutral:
-        return float(max(timeline.peaks))
-    return _Replay(plan, timeline, facts).peak()
+    def __init__(self, timeline: Timeline, facts: Facts) -> None:
+        self._step = _Step(timeline)
+        self._facts = facts
 
+    def peak(self, plan: Plan) -> float:
+        """Return the bytes of tensors at the peak under ``plan``."""
+        if plan.neutral:
+            return float(max(self._step.timeline.peaks))
+        return _Replay(plan, self._step, self._facts).lives().peak()
 
-def predicted_kinds(plan: Plan, timeline: Timeline, facts: Facts) -> dict[str, int]:
-    """Return the bytes of tensors at the peak under ``plan``, by kind of memory."""
-    return _Replay(plan, timeline, facts).lives().kinds()
+    def kinds(self, plan: Plan) -> dict[str, int]:
+        """Return the bytes of tensors at the peak under ``plan``, by kind of memory."""
+        return _Replay(plan, self._step, self._facts).lives().kinds()
 
 
 def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
@@ -159,48 +162,32 @@ class _Lives:
         return float(held[at]), float(self.start[begins][at])
 
 
-class _Replay:
-    """The timeline of a step under one plan."""
+def _made(size: Any, start: Any, end: Any) -> _Lives:
+    """Return further lives, which no block has made."""
+    number = len(size)
+    no = np.zeros(number, dtype=bool)
+    start, end = np.asarray(start, float), np.asarray(end, float)
+    block = np.full(number, -1, dtype=np.int64)
+    kind = np.full(number, "", dtype="<U16")
+    return _Lives(np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no)
 
-    def __init__(self, plan: Plan, timeline: Timeline, facts: Facts) -> None:
-        self._plan = plan
-        self._timeline = timeline
-        self._facts = facts
-        self._last = len(timeline.peaks) - 1
-        self._batch_share = self._share_of_batch()
-        self._chunk_share = self._share_of_chunk()
-        self._forward = min(timeline.forward, default=0)
-        self._backward = min(timeline.backward, default=self._last)
-        self._backward_ends = max(timeline.backward, default=self._last)
 
-    def peak(self) -> float:
-        """Return the bytes at the peak."""
-        return self.lives().peak()
+class _Step:
+    """The timeline of a step as the script has it, in columns."""
 
-    def lives(self) -> _Lives:
-        """Return what exists in a step."""
-        plan = self._plan
-        lives = self._base
-        lives = self._optimizer(lives)
-        if plan["loss"] != AS_IS:
-            lives = self._chunked_loss(lives)
-        if plan["micro_batch"] != AS_IS:
-            lives = self._split(lives)
-        lives = self._scaled(lives)
-        if plan["activation_offload"] != AS_IS:
-            lives = self._offloaded(lives)
-        if plan["checkpointing"] != AS_IS:
-            lives = self._checkpointed(lives)
-        return lives
-
-    # --- the step as it is -----------------------------------------------------------------
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.last = len(timeline.peaks) - 1
 
     @cached_property
-    def _base(self) -> _Lives:
-        """The lives in the plan's precision, with what no tensor explains as lives of their own."""
-        half = self._plan["precision"] in AUTOCAST
-        lives = self._columns(self._timeline.lowered if half else self._timeline.lives)
-        return lives.also(self._unexplained())
+    def plain(self) -> _Lives:
+        """The lives, with what no tensor explains as lives of their own."""
+        return self._columns(self.timeline.lives).also(self._unexplained)
+
+    @cached_property
+    def lowered(self) -> _Lives:
+        """The same under autocast."""
+        return self._columns(self.timeline.lowered).also(self._unexplained)
 
     def _columns(self, lives: tuple[Any, ...]) -> _Lives:
         columns = list(zip(*lives, strict=True))
@@ -228,42 +215,65 @@ class _Replay:
     @cached_property
     def _phases(self) -> npt.NDArray[np.int64]:
         """1 for operations of forward, 2 for those of backward, 0 for the others."""
-        found = np.zeros(self._last + 1, dtype=np.int64)
-        found[list(self._timeline.forward)] = 1
-        found[list(self._timeline.backward)] = 2
+        found = np.zeros(self.last + 1, dtype=np.int64)
+        found[list(self.timeline.forward)] = 1
+        found[list(self.timeline.backward)] = 2
         return found
 
+    @cached_property
     def _unexplained(self) -> _Lives:
         """Return what the allocator gave out beside tensors, for each operation.
 
         The least of it is that of libraries and lasts; the rest is workspace of one operation.
         """
-        plain = self._columns(self._timeline.lives)
-        times = np.arange(self._last + 2)
-        change = np.zeros(self._last + 2)
+        plain = self._columns(self.timeline.lives)
+        times = np.arange(self.last + 2)
+        change = np.zeros(self.last + 2)
         np.add.at(change, plain.start.astype(int), plain.size)
         np.add.at(change, plain.end.astype(int) + 1, -plain.size)
         held = np.cumsum(change)[:-1]
-        peaks = np.array(self._timeline.peaks, float)
+        peaks = np.array(self.timeline.peaks, float)
         extra = np.where(peaks > 0, np.maximum(0.0, peaks - held), 0.0)
         known = extra[peaks > 0]
         floor = float(known.min()) if len(known) else 0.0
         at = np.nonzero(extra > floor)[0]
-        found = self._made(extra[at] - floor, times[at], times[at])
+        found = _made(extra[at] - floor, times[at], times[at])
         found = replace(found, moving=self._phases[at] > 0)
-        lasting = self._made(np.array([floor]), np.array([0.0]), np.array([float(self._last)]))
+        lasting = _made(np.array([floor]), np.array([0.0]), np.array([float(self.last)]))
         return found.also(lasting)
 
-    def _made(self, size: Any, start: Any, end: Any) -> _Lives:
-        """Return further lives, which no block has made."""
-        number = len(size)
-        no = np.zeros(number, dtype=bool)
-        start, end = np.asarray(start, float), np.asarray(end, float)
-        block = np.full(number, -1, dtype=np.int64)
-        kind = np.full(number, "", dtype="<U16")
-        return _Lives(
-            np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no
-        )
+
+class _Replay:
+    """The timeline of a step under one plan."""
+
+    def __init__(self, plan: Plan, step: _Step, facts: Facts) -> None:
+        timeline = step.timeline
+        self._plan = plan
+        self._step = step
+        self._timeline = timeline
+        self._facts = facts
+        self._last = step.last
+        self._batch_share = self._share_of_batch()
+        self._chunk_share = self._share_of_chunk()
+        self._forward = min(timeline.forward, default=0)
+        self._backward = min(timeline.backward, default=self._last)
+        self._backward_ends = max(timeline.backward, default=self._last)
+
+    def lives(self) -> _Lives:
+        """Return what exists in a step."""
+        plan = self._plan
+        lives = self._step.lowered if plan["precision"] in AUTOCAST else self._step.plain
+        lives = self._optimizer(lives)
+        if plan["loss"] != AS_IS:
+            lives = self._chunked_loss(lives)
+        if plan["micro_batch"] != AS_IS:
+            lives = self._split(lives)
+        lives = self._scaled(lives)
+        if plan["activation_offload"] != AS_IS:
+            lives = self._offloaded(lives)
+        if plan["checkpointing"] != AS_IS:
+            lives = self._checkpointed(lives)
+        return lives
 
     # --- weights, gradients and state ------------------------------------------------------
 
@@ -337,8 +347,8 @@ class _Replay:
             )
             output = output & ~large
         others = lives.size[output].sum() * (1.0 if loss_inside else 1 - share)
-        joined = self._made([others], [self._forward], [self._backward_ends])
-        new = self._made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
+        joined = _made([others], [self._forward], [self._backward_ends])
+        new = _made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
         if loss_inside:
             lives = lives.where(output, end=np.maximum(lives.end, self._backward_ends))
         lives = lives.where(lives.moving, size=lives.size * share)
@@ -357,7 +367,7 @@ class _Replay:
         share = self._chunk_share * self._batch_share
         chunk = tokens_in_chunk(max(1, int(tokens * share)), classes) / share * classes * FLOAT
         numbers = CHUNKS_OF_LOGITS - (1 if self._plan["precision"] in AUTOCAST else 0)
-        made = [self._made([numbers * chunk], [at], [at])]
+        made = [_made([numbers * chunk], [at], [at])]
         width = FLOAT * classes
         weights = [
             (size, start)
@@ -370,8 +380,8 @@ class _Replay:
         ]
         if weights:
             size, born = min(weights)
-            made += [self._made([size], [at], [max(at, born)])]
-            made += [self._made([size / classes * tokens], [at], [self._backward])]
+            made += [_made([size], [at], [max(at, born)])]
+            made += [_made([size / classes * tokens], [at], [self._backward])]
         for index, each in enumerate(made):
             # The gradient of the weight does not grow with the batch.
             lives = lives.also(replace(each, moving=np.array([index != 1])))

@@ -14,6 +14,7 @@ from autofit.cli.out import render, show
 from autofit.exceptions import UsageError
 from autofit.inspection.cards import MODELS, model_named, models_named
 from autofit.view import fitting as view
+from autofit.worker.records.inspection import Kind
 from tests.inspection import by_hand
 
 WIDTH = 1024
@@ -93,12 +94,12 @@ def test_a_script_for_a_gpu_runs_without_one(train: Path) -> None:
     assert not found.stopped
     parameters = LAYERS * (3 * WIDTH**2 + 2 * WIDTH) + 4 * WIDTH + 4
     kinds = found.by_kind
-    assert kinds["weights"] == pytest.approx(4 * parameters, rel=0.001)
-    assert kinds["optimizer state"] == pytest.approx(8 * parameters, rel=0.001)
-    assert kinds["other tensors"] >= 4 * parameters, "the average of the weights"
+    assert kinds[Kind.WEIGHTS] == pytest.approx(4 * parameters, rel=0.001)
+    assert kinds[Kind.OPTIMIZER_STATE] == pytest.approx(8 * parameters, rel=0.001)
+    assert kinds[Kind.OTHER] >= 4 * parameters, "the average of the weights"
     plain = found.inspected.plain
     assert plain is not None
-    assert plain.device - plain.reserved == kinds["context"]
+    assert plain.device - plain.reserved == kinds[Kind.CONTEXT]
     assert plain.reserved % (2 << 20) == 0
     (decides,) = [each for each in found.guesses if each.decides]
     assert decides.place is not None

@@ -57,6 +57,7 @@ class FakeGpu:
         for name in ("__next__", "__init__"):
             patches.wrap(_BaseDataLoaderIter, name, _for_real)
         patches.wrap(DataLoader, "__iter__", _for_real)
+        patches.wrap(torch.Tensor, "__deepcopy__", _for_real)
         patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
         patches.set(FakeTensor, "__format__", _format)
         patches.set(FakeTensor, "numpy", _numpy)
