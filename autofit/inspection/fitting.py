@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from autofit.exceptions import UsageError
 from autofit.facts import Facts
@@ -16,7 +17,8 @@ from autofit.inspection.cards import FREE, GpuModel, model_named, models_named
 from autofit.inspection.explanation import beside_tensors, sizes_by_kind
 from autofit.inspection.launches import Outcome, Target, inspect
 from autofit.inspection.options import FitOptions
-from autofit.inspection.prediction import Predictor, device_bytes, predicted_slowdown
+from autofit.inspection.prediction import Predictor, device_bytes
+from autofit.inspection.roofline import relative_time
 from autofit.inspection.techniques import combinations
 from autofit.plan import Plan
 from autofit.space.static_memory import least_bytes
@@ -26,6 +28,8 @@ from autofit.worker.records.trials import Script
 Say = Callable[[str], None]
 INSPECTION = Inspection(steps=1)
 """The first step makes the optimizer's state, the second one is followed."""
+FASTEST = 3
+"""Plans that are likely the fastest, of each card."""
 OTHER = "other card"
 """The name of a card of which only the memory is given."""
 
@@ -140,29 +144,23 @@ class _Plans:
                 for plan in combinations(self._facts, model.hardware)
                 if least_bytes(plan, self._facts, cuda=True) <= budget
             ]
+            times = {plan: self._time(plan, model) for plan in (Plan(), *plans)}
             if least is None:
-                ordered = sorted(plans, key=self._change)
+                ordered = sorted(plans, key=lambda plan: (len(plan.changes), times[plan]))
                 tried = (self._plan(plan, budget) for plan in ordered)
                 least = next((each for each in tried if each.margin >= 0), None)
-            fastest = self._fastest([Plan(), *plans], budget) if least is not None else []
+            if least is not None:
+                ordered = sorted(times, key=lambda plan: (times[plan], len(plan.changes)))
+                fits = (plan for plan in ordered if self._plan(plan, budget).margin >= 0)
+                fastest = list(islice(fits, FASTEST))
         return CardFit(
             name=name, budget=budget, as_it_is=as_it_is, plan=least, fastest=tuple(fastest)
         )
 
-    def _fastest(self, plans: list[Plan], budget: int, most: int = 3) -> list[Plan]:
-        found: list[Plan] = []
-        for plan in sorted(plans, key=self._slowdown):
-            if self._plan(plan, budget).margin >= 0:
-                found.append(plan)
-            if len(found) == most:
-                break
-        return found
-
-    def _slowdown(self, plan: Plan) -> tuple[float, int]:
-        return predicted_slowdown(plan, self._facts), len(plan.changes)
-
-    def _change(self, plan: Plan) -> tuple[int, float]:
-        return len(plan.changes), predicted_slowdown(plan, self._facts)
+    def _time(self, plan: Plan, model: GpuModel) -> float:
+        work = self._inspected.work
+        assert work is not None, "a fake GPU counts it"
+        return relative_time(plan, work, model, self._facts)
 
     def _plan(self, plan: Plan, budget: int) -> FittingPlan:
         if plan not in self._known:

@@ -46,12 +46,14 @@ class Precision(Strategy):
             summary="fp32 matrix products on TF32 tensor cores",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.35,
+            products="tf32",
         ),
         Level(
             name="bf16",
             summary="bfloat16 autocast",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.2,
+            products="half",
             keeps=0.6,
         ),
         Level(
@@ -59,6 +61,7 @@ class Precision(Strategy):
             summary="float16 autocast with loss scaling inside the root",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.21,
+            products="half",
             keeps=0.6,
         ),
     )

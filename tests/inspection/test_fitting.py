@@ -22,6 +22,7 @@ LAYERS = 4
 SCRIPT = f"""
 import copy, torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 9)
@@ -46,7 +47,8 @@ class Model(nn.Module):
         self.head = nn.Linear({WIDTH}, 4)
 
     def forward(self, x):
-        return self.head(self.body(x).mean(1))
+        x = self.body[1:](checkpoint(self.body[0], x, use_reentrant=False))
+        return self.head(x.mean(1))
 
 
 data = TensorDataset(torch.randn(64, 16, {WIDTH}), torch.randint(0, 4, (64,)))
@@ -58,6 +60,7 @@ scaler = torch.amp.GradScaler("cuda")
 event = torch.cuda.Event(enable_timing=True)
 for x, y in loader:
     x, y = x.to(device, non_blocking=True), y.cuda()
+    assert x.is_cuda and x.get_device() == 0 and y.device == torch.device("cuda:0")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), y)
         assert model.body[0].qkv(x).dtype == torch.bfloat16

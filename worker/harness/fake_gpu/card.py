@@ -20,7 +20,7 @@ from autofit.worker.harness.fake_gpu import driver
 from autofit.worker.harness.fake_gpu.allocator import CachingAllocator
 from autofit.worker.harness.fake_gpu.attention import attention
 from autofit.worker.harness.fake_gpu.kernels import Workspaces
-from autofit.worker.harness.fake_gpu.tensors import FakeMode, without_driver
+from autofit.worker.harness.fake_gpu.tensors import GPU, FakeMode, without_driver
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.torch_state import frames
 from autofit.worker.records.inspection import Guess
@@ -62,6 +62,8 @@ class FakeGpu:
         patches.set(FakeTensor, "__format__", _format)
         patches.set(FakeTensor, "numpy", _numpy)
         patches.set(FakeTensor, "__deepcopy__", _copy)
+        patches.set(FakeTensor, "is_cuda", property(_on_gpu))
+        patches.set(FakeTensor, "get_device", lambda tensor: 0 if _on_gpu(tensor) else -1)
         patches.set(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata)
         for types in (_foreach_supported_types, _foreach_utils._foreach_supported_types):
             types.append(FakeTensor)
@@ -135,6 +137,11 @@ def _without_workers(plain: Callable[..., Any]) -> Callable[..., Any]:
         plain(**{**given.arguments, **IN_THIS_PROCESS})
 
     return init
+
+
+def _on_gpu(tensor: Any) -> bool:
+    """Return whether a tensor is on the GPU, which C++ code does not know."""
+    return bool(tensor.fake_device.type == GPU.type)
 
 
 def _format(tensor: torch.Tensor, spec: str) -> str:

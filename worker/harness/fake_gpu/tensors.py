@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -30,9 +31,12 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from autofit.worker.harness.fake_gpu.allocator import CachingAllocator
+from autofit.worker.harness.fake_gpu.attention import HALF
 from autofit.worker.harness.torch_state import frames
+from autofit.worker.records.inspection import Work
 
 GPU = torch.device("cuda", 0)
 TO_CPP = torch.device("lazy")
@@ -72,6 +76,8 @@ class FakeMode(FakeTensorMode):
         """How often each line of the user's code has read a number that is not known."""
         self.decisions: Counter[Place | None] = Counter()
         """Those that were used as a condition."""
+        self.work = Work()
+        """What the GPU had to do since this was set."""
         self.autocast = False
         """Whether the script is inside CUDA's autocast."""
         self._allocator = allocator
@@ -103,6 +109,8 @@ class FakeMode(FakeTensorMode):
         finally:
             self._depth -= 1
         self._count(name, tensors, output)
+        if tensors and not func.is_view and any(t.device.type == GPU.type for t in tensors):
+            self._work(func, args, kwargs, tensors, output)
         return output
 
     def _device(self, tensor: FakeTensor) -> torch.device:
@@ -198,6 +206,23 @@ class FakeMode(FakeTensorMode):
             self.hold(each)
         if size := self._workspace(name, tensors, made):
             self._allocator.give_back(self._allocator.allocate(size))
+
+    def _work(
+        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], output: Any
+    ) -> None:
+        """Count what the kernel of an operation has to do."""
+        work = replace(self.work, launches=self.work.launches + 1)
+        made = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is None:
+            moved = sum(each.nbytes for each in (*tensors, *made))
+            self.work = replace(work, traffic=work.traffic + moved)
+            return
+        operations = formula(*args, **kwargs, out_val=output)
+        if any(each.dtype in HALF for each in made):
+            self.work = replace(work, half_products=work.half_products + operations)
+        else:
+            self.work = replace(work, products=work.products + operations)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count the storage of a tensor on the GPU until it is freed."""

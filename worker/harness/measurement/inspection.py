@@ -19,6 +19,7 @@ from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
 from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.fake_gpu.card import FakeGpu
 from autofit.worker.harness.measurement import leaks, snapshot
 from autofit.worker.harness.measurement.allocations import (
     AllocationLog,
@@ -50,6 +51,7 @@ from autofit.worker.records.inspection import (
     Inspection,
     Kind,
     PlainSteps,
+    Work,
 )
 from autofit.worker.records.trials import (
     Finished,
@@ -73,13 +75,11 @@ class InspectedRun(Session):
         request: LaunchRequest,
         reporter: Reporter,
         meter: Meter,
-        *,
-        guesses: Callable[[], tuple[Guess, ...]] = tuple,
+        fake_gpu: FakeGpu | None = None,
     ) -> None:
-        """``guesses``: returns what a fake GPU has guessed."""
+        """``fake_gpu``: where the script runs, if the card is not here."""
         assert request.inspection is not None, "it is asked for"
-        self._guesses = guesses
-        self._fake = request.fake_gpu is not None
+        self._fake_gpu = fake_gpu
         super().__init__(meter, ranks=request.ranks, phases=reporter.phases)
         self.index = 0
         self.over = False
@@ -129,7 +129,10 @@ class InspectedRun(Session):
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a trial's policy."""
         return RunPolicy(
-            strict=True, may_run_whole=False, whole_fits=lambda: True, compares=not self._fake
+            strict=True,
+            may_run_whole=False,
+            whole_fits=lambda: True,
+            compares=self._fake_gpu is None,
         )
 
     def plan_for(self, root: HarnessRoot) -> Plan:
@@ -267,6 +270,7 @@ class InspectedRun(Session):
                 self._begin_plain()
             else:
                 self._step_began = self._log.now + 1
+                self._work_begins()
         self._clock = time.perf_counter()
 
     def _begin_following(self) -> None:
@@ -276,7 +280,13 @@ class InspectedRun(Session):
         self._mark_weights()
         self._backwards.clear()
         self._step_began = self._log.now + 1
+        self._work_begins()
         self._log.measure()
+
+    def _work_begins(self) -> None:
+        """Count the work of a fake GPU from now on."""
+        if self._fake_gpu is not None:
+            self._fake_gpu.mode.work = Work()
 
     def _begin_plain(self) -> None:
         self._seconds.clear()
@@ -353,6 +363,7 @@ class InspectedRun(Session):
             growths=growths,
             snapshot=self._snapshot(),
             uncompiled=self._compiles,
+            work=None if self._fake_gpu is None else self._fake_gpu.mode.work,
         )
         self._log.detach()
 
@@ -365,7 +376,7 @@ class InspectedRun(Session):
         if not self._seconds and self._asked_for.plain:
             return None
         peak = self.meter.peak()
-        followed = self._result.moments[0].peak if self._fake and self._result else 0
+        followed = self._result.moments[0].peak if self._fake_gpu and self._result else 0
         return PlainSteps(
             allocated=max(peak.allocated, followed),
             reserved=peak.reserved,
@@ -384,6 +395,9 @@ class InspectedRun(Session):
             plain = self._result.plain or self._plain()
             self._reporter.send(replace(self._result, plain=plain, guesses=self._guesses()))
 
+    def _guesses(self) -> tuple[Guess, ...]:
+        return () if self._fake_gpu is None else self._fake_gpu.guesses()
+
     def _send_failed(self, requested: int | None) -> None:
         """Send what held the memory when an allocation failed."""
         if self._sent or self._result is not None:
@@ -394,7 +408,7 @@ class InspectedRun(Session):
             self._mark_state(optimizer)
         moment = failed_moment(self._log)
         self._log.detach()
-        if moment is not None and (moment.peak or not self._fake):
+        if moment is not None and (moment.peak or self._fake_gpu is None):
             self._sent = True
             self._reporter.send(
                 Inspected(

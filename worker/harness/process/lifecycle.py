@@ -164,9 +164,8 @@ class ScriptLifecycle:
             from autofit.worker.harness.measurement.inspection import InspectedRun
 
             seed_everything()
-            guesses = self._fake_gpu.guesses if self._fake_gpu is not None else tuple
             self._session = InspectedRun(
-                self._spec.request, self._reporter, self._meter, guesses=guesses
+                self._spec.request, self._reporter, self._meter, self._fake_gpu
             )
         else:
             from autofit.worker.harness.measurement.trial import Trial
