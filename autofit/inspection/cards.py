@@ -22,7 +22,7 @@ class GpuModel:
 
     Sources: NVIDIA's data sheet of each card; rates are those of dense products with sums in
     float32. Data sheets name round sizes of memory, of which the driver and error correction keep
-    some: ``memory`` is what ``torch.cuda.get_device_properties`` reports.
+    some: ``memory`` is what torch reports.
     """
 
     name: str

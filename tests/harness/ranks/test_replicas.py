@@ -10,11 +10,14 @@ import pytest
 
 from tests.harness.ranks.trainings import (
     ADVERSARIES,
+    CENTRED,
     IMAGES,
     LANGUAGE,
     SEQUENCES,
     STOP,
     TAIL,
+    TOWERS,
+    VIEWS,
     WITHOUT_OVERLAY,
     assert_same,
     difference,
@@ -31,6 +34,21 @@ from tests.harness.ranks.trainings import (
 )
 def test_it_is_the_same_training(tmp_path: Path, text: str, ranks: str) -> None:
     assert_same(tmp_path, text, {"ranks": ranks})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["2", "4"])
+@pytest.mark.parametrize("text", [TOWERS, VIEWS, CENTRED], ids=["towers", "views", "centred"])
+def test_parts_of_a_model_that_compares_its_samples_are_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, ranks: str
+) -> None:
+    monkeypatch.setenv("NOTES", "1")
+    assert_same(tmp_path, text + TAIL, {"ranks": ranks})
+    whole, parts = (
+        [int(size) for size in (tmp_path / name / "notes").read_text().split()]
+        for name in ("plain", "ranked")
+    )
+    assert max(parts[-5:]) <= -(-max(whole) // int(ranks))
 
 
 @pytest.mark.full

@@ -40,9 +40,21 @@ for step in range(200):
 """
 
 
-def measured(folder: Path, budget: int, **levels: str) -> tuple[TrialReport, bool]:
+JOINED = """\
+class Joined(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).softmax(0)
+
+
+model = Joined(64, 64)
+"""
+
+
+def measured(
+    folder: Path, budget: int, text: str = TRAIN, **levels: str
+) -> tuple[TrialReport, bool]:
     """Return the report of one plan, and whether a step ran under it, verified."""
-    (folder / "train.py").write_text(TRAIN)
+    (folder / "train.py").write_text(text)
     request = LaunchRequest(
         script=Script(target="train.py", cwd=str(folder)),
         plans=(Plan.of(levels),),
@@ -95,16 +107,16 @@ def test_a_shortage_on_a_rank_is_that_of_the_trial(tmp_path: Path) -> None:
     assert not verified
 
 
-def test_a_model_that_joins_samples_is_refused(tmp_path: Path) -> None:
+def test_parts_of_a_model_that_joins_samples_are_divided(tmp_path: Path) -> None:
     text = TRAIN.replace("nn.GELU()", "nn.Softmax(0)")
     assert text != TRAIN
-    (tmp_path / "train.py").write_text(text)
-    request = LaunchRequest(
-        script=Script(target="train.py", cwd=str(tmp_path)),
-        plans=(Plan.of({"ranks": "2"}),),
-        device="cpu",
-        budget=1 << 30,
-        timeout=120.0,
-    )
-    (report,) = (each for each in launch(request) if isinstance(each, TrialReport))
+    report, verified = measured(tmp_path, 1 << 30, text, ranks="2")
+    assert (report.verdict, report.reason) == (Verdict.MEASURED, "")
+    assert verified
+
+
+def test_a_model_that_joins_samples_in_its_only_part_is_refused(tmp_path: Path) -> None:
+    model = next(line for line in TRAIN.splitlines(keepends=True) if line.startswith("model ="))
+    report, _ = measured(tmp_path, 1 << 30, TRAIN.replace(model, JOINED), ranks="2")
     assert (report.verdict, report.blamed) == (Verdict.REFUSED, "ranks")
+    assert "samples" in report.reason

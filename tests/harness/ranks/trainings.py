@@ -165,6 +165,83 @@ for step in range(20):
     if float(loss) < 1.6 or step == 15:
         break
 """
+TOWERS = """\
+class Towers(nn.Module):
+    # Compares each picture with each text of the batch.
+    def __init__(self):
+        super().__init__()
+        see = Noted(nn.Conv2d(3, 8, 3))
+        self.image = nn.Sequential(see, nn.GELU(), nn.Flatten(), nn.Linear(288, 6))
+        self.words = nn.Embedding(17, 8)
+        self.text = nn.Sequential(Noted(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 6))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, image, text):
+        i = nn.functional.normalize(self.image(image), dim=-1)
+        t = nn.functional.normalize(self.text(self.words(text)).mean(1), dim=-1)
+        return self.scale.exp() * i @ t.T
+
+
+model = Towers()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(5):
+    image, text = torch.randn(9, 3, 8, 8), torch.randint(17, (9, 5))
+    optimizer.zero_grad()
+    logits, labels = model(image, text), torch.arange(9)
+    both = [nn.functional.cross_entropy(each, labels) for each in (logits, logits.T)]
+    sum(both).backward()
+    optimizer.step()
+    print(step, *(f"{float(p.grad.norm()):.10f}" for p in model.parameters()))
+"""
+VIEWS = """\
+class Views(nn.Module):
+    # Computes the loss of SimCLR in its forward.
+    def __init__(self):
+        super().__init__()
+        see, wide = Noted(nn.Conv2d(3, 8, 3)), nn.Linear(288, 16)
+        self.encoder = nn.Sequential(see, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), wide)
+        norm, narrow = nn.BatchNorm1d(16), nn.Linear(16, 6)
+        self.head = nn.Sequential(nn.Linear(16, 16), norm, nn.ReLU(), narrow)
+
+    def forward(self, one, other):
+        made = [self.head(self.encoder(each)) for each in (one, other)]
+        z = nn.functional.normalize(torch.cat(made), dim=-1)
+        alike = (z @ z.T / 0.2).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+        return nn.functional.cross_entropy(alike, torch.arange(len(z)).roll(len(one)))
+
+
+model = Views()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for step in range(5):
+    image = torch.randn(8, 3, 8, 8)
+    optimizer.zero_grad()
+    loss = model(image, image + 0.1 * torch.randn_like(image))
+    loss.backward()
+    optimizer.step()
+    print(step, *(f"{float(p.grad.norm()):.9f}" for p in model.parameters()))
+"""
+CENTRED = """\
+class Centred(nn.Module):
+    # Subtracts the mean of the batch between two blocks that change samples one by one.
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(Noted(nn.Linear(6, 16)), nn.GELU(), nn.Linear(16, 16))
+        self.last = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x - x.mean(0))
+
+
+model = Centred()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(5):
+    x = torch.randn(9, 6)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), torch.randint(3, (9,))).backward()
+    optimizer.step()
+    print(step, *(f"{float(p.grad.norm()):.10f}" for p in model.parameters()))
+"""
 TAIL = """
 torch.save(model.state_dict(), "out.pt")
 print("written", os.path.getsize("out.pt") > 0)

@@ -127,7 +127,13 @@ def answer(card: Hardware, allocator: CachingAllocator, patches: Patches) -> Non
         "_accelerator_getDeviceIndex": lambda: 0,
         "_accelerator_setDeviceIndex": lambda index: None,
         "_accelerator_emptyCache": allocator.release,
+        "_accelerator_emptyHostCache": lambda: None,
         "_accelerator_getStream": lambda index: Stream(),
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_getDeviceStats": lambda index: allocator.statistics(),
+        "_accelerator_resetPeakStats": lambda index: allocator.reset_peaks(),
+        "_accelerator_resetAccumulatedStats": lambda index: None,
+        "_accelerator_getMemoryInfo": lambda index: memory(),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_getCurrentRawStream": lambda index: 0,
     }

@@ -414,33 +414,40 @@ def _unit_node(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> o
     return tensors.grad_fn
 
 
+def _as_it_is(run: Forward) -> Forward:
+    return run
+
+
 class Calls:
     """Wrappers around the calls of single modules, stored outside the modules.
 
     Only the class is patched, so copies, pickles and ``state_dict`` contain no wrapper. A copy is
-    an ordinary module of its class. Wrappers of one module are removed in reverse order.
+    an ordinary module of its class. Wrappers of one module are removed in any order.
     """
 
     def __init__(self) -> None:
-        self._forwards: dict[int, Forward] = {}
+        self._wrapped: dict[int, list[tuple[Wrapper, Forward]]] = {}
+        """The wrappers of a module, each with the call that it has made; first the plain call."""
         self._own: dict[type[nn.Module], Callable[..., Any] | None] = {}
         """The ``__call__`` of each patched class, or ``None`` if the class inherits it."""
 
     def wrap(self, module: nn.Module, wrapper: Wrapper) -> Undo:
         """Put ``wrapper`` around each call of ``module``, outside its earlier wrappers."""
         key = id(module)
-        before = self._forwards.get(key)
         if type(module) not in self._own:
             self._override(type(module))
-        if before is None:
-            weakref.finalize(module, self._forwards.pop, key, None)
-        self._forwards[key] = wrapper(before or self.plain(module))
+        if key not in self._wrapped:
+            weakref.finalize(module, self._wrapped.pop, key, None)
+        wrapped = self._wrapped.setdefault(key, [(_as_it_is, self.plain(module))])
+        wrapped.append((wrapper, wrapper(wrapped[-1][1])))
 
         def undo() -> None:
-            if before is None:
-                self._forwards.pop(key, None)
-            else:
-                self._forwards[key] = before
+            place = next((i for i, (each, _) in enumerate(wrapped) if each is wrapper), None)
+            if place is not None:
+                later = wrapped[place + 1 :]
+                del wrapped[place:]
+                for each, _ in later:
+                    wrapped.append((each, each(wrapped[-1][1])))
 
         return undo
 
@@ -456,7 +463,7 @@ class Calls:
 
     def clear(self) -> None:
         """Remove every wrapper and restore the classes."""
-        self._forwards.clear()
+        self._wrapped.clear()
         while self._own:
             cls, own = self._own.popitem()
             if own is None:
@@ -478,7 +485,8 @@ class Calls:
             # First, because a lookup by ``id`` would recompile for each module of the class.
             if torch.compiler.is_compiling():
                 return self._own_call(cls, module)(*args, **kwargs)
-            forward = self._forwards.get(id(module)) or self._own_call(cls, module)
+            wrapped = self._wrapped.get(id(module))
+            forward = wrapped[-1][1] if wrapped else self._own_call(cls, module)
             return forward(*args, **kwargs)
 
         cls.__call__ = __call__  # type: ignore[method-assign]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autofit.exceptions import Refused
@@ -60,15 +59,14 @@ def same_generators(group: RankGroup) -> None:
     states[0].restore()
 
 
-def same_weights(group: RankGroup, module: nn.Module) -> None:
-    """Give every rank the values of rank 0's parameters and buffers.
+def same_weights(group: RankGroup, name: str, held: Iterable[torch.Tensor]) -> None:
+    """Give every rank the values of rank 0's parameters and buffers, those of the model ``name``.
 
     Those that are sharded or paged out are no copies.
     """
     from torch.distributed.tensor import DTensor  # only now, because it takes a while
 
-    group.meet(f"the weights of {type(module).__name__}")
-    held = [*module.parameters(), *module.buffers()]
+    group.meet(f"the weights of {name}")
     held = [each for each in held if not isinstance(each, DTensor) and not is_out(each)]
     with torch.no_grad():
         for each in (tensor.data for tensor in held if not is_lazy(tensor)):

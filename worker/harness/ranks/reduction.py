@@ -24,7 +24,9 @@ from autofit.exceptions import Refused
 from autofit.worker.harness.ranks.group import RankGroup
 
 BUCKET = 1 << 25
-"""Bytes that are summed in one message."""
+"""Bytes that are summed in one message at least, if there are as many."""
+MESSAGES = 16
+"""About the most sums of a backward pass: each takes time to start."""
 ALIGNMENT = 256
 """Bytes of which the place of a gradient is a multiple; vectorized kernels need up to 16."""
 SPARSE = "the model has sparse gradients, which are not summed over ranks"
@@ -241,14 +243,16 @@ class Sum:
 
 
 def buckets(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> Iterator[list[int]]:
-    """Yield positions whose tensors have one type and device, and at most ``BUCKET`` bytes.
+    """Yield positions whose tensors have one type and device, to be summed in one message.
 
     ``order``: the positions, in the order in which they come.
     """
+    order = list(order)
+    most = max(BUCKET, sum(tensors[i].nbytes for i in order) // MESSAGES)
     open_: dict[tuple[torch.dtype, torch.device], _Open] = {}
     for i in order:
         bucket = open_.setdefault((tensors[i].dtype, tensors[i].device), _Open([]))
-        if bucket.positions and bucket.size + tensors[i].nbytes > BUCKET:
+        if bucket.positions and bucket.size + tensors[i].nbytes > most:
             yield bucket.positions
             bucket.positions, bucket.size = [], 0
         bucket.positions.append(i)

@@ -10,8 +10,9 @@ wrappers around calls here, so that the script finds its modules as it made them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +36,8 @@ from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters
 from autofit.worker.harness.ranks.shared_call import (
+    DividedCalls,
     SharedCall,
-    SharedRoot,
     refuse_unknown_tensors,
 )
 from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
@@ -89,7 +90,7 @@ class ShardedWeights:
         """Whether the weights are sharded now."""
         return bool(self._states)
 
-    def start(self, shared: SharedRoot) -> Undo:
+    def start(self, shared: DividedCalls) -> Undo:
         """Run the calls of ``shared`` with sharded weights from now on."""
         shared.sharded = self
         self._undos = [self._owner.around_forward(self._around_root)]
@@ -106,7 +107,7 @@ class ShardedWeights:
 
     def call(
         self,
-        shared: SharedRoot,
+        shared: DividedCalls,
         run: Forward,
         batch: Batch,
         layout: Layout | None,
@@ -124,10 +125,10 @@ class ShardedWeights:
             pages.settle()
         self._refuse_other_parameters()
         if layout is not None:
-            call = ShardedCall(shared, self, run, batch, layout, compared=compared)
-            if call.divides:
-                call.forward()
-                return call.outputs()
+            make = partial(ShardedCall, self)
+            found = shared.divided(run, batch, layout, compared=compared, make=make)
+            if isinstance(found, tuple):
+                return found[0]
         return self._run_whole(shared.group.size, run, batch)
 
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
@@ -327,8 +328,8 @@ class ShardedCall(SharedCall):
 
     def __init__(
         self,
-        root: SharedRoot,
         weights: ShardedWeights,
+        root: DividedCalls,
         run: Forward,
         batch: Batch,
         layout: Layout,
@@ -341,6 +342,9 @@ class ShardedCall(SharedCall):
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the gathered weights, with which the forward has run."""
+        return self._weights.gathered()
+
+    def _all_parameters(self) -> Sequence[torch.Tensor]:
         return self._weights.gathered()
 
     def _forward(self) -> tuple[list[Any], TreeSpec]:

@@ -1,16 +1,13 @@
-"""Divides the calls of a root among the ranks; the script sees calls of the whole batch.
+"""One call of a module, divided among the ranks; the script sees a call of the whole batch.
 
-Each call starts from rank 0's arguments. A rank runs its slice of the batch and gets the joined
+All ranks have the same arguments. A rank runs its slice of the batch and gets the joined
 outputs of all slices, by the layout that ``split_check`` has verified. The backward pass runs the
 slice's own graph and sums the gradients over the ranks. It returns the whole gradients to autograd,
 so ``.grad`` never holds those of a slice. A term that the script adds to its loss counts once.
-
-A call whose batch cannot be divided runs whole on every rank, without a sum.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,25 +20,20 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import AutofitError, Refused
-from autofit.strategies.base import Deferred, Forward
+from autofit.strategies.base import Deferred, Forward, Undo
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
 from autofit.worker.harness.batch.outputs import Gradients, Parts
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
-from autofit.worker.harness.ranks.batch_norm import SharedStatistics, has_batch_norm
+from autofit.worker.harness.ranks.batch_norm import SharedStatistics
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.lockstep import (
-    Comparisons,
     LabelCheck,
     own_draws,
-    same_arguments,
-    same_generators,
-    same_weights,
 )
 from autofit.worker.harness.ranks.reduction import Reductions
-from autofit.worker.harness.torch_state.graph import differentiated
-from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.modules import transformed, without_hooks_of_script
+from autofit.worker.harness.torch_state.graph import differentiated, nodes_made
+from autofit.worker.harness.torch_state.modules import without_hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.layout_cache import plain_layout
@@ -51,6 +43,7 @@ from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
+UNKNOWN_GRAPH = "its autograd graph has another shape than those that were verified"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
 
 
@@ -76,13 +69,24 @@ class Owner(Protocol):
     def layout(self, batch: Batch) -> Layout:
         """Return how a call is divided; raise ``Refused`` if it cannot be."""
 
+    def unknown_graph(
+        self, layout: Layout, outputs: Sequence[Any], known: Sequence[torch.Tensor], nodes: int
+    ) -> str | None:
+        """Return the shape of the graph of a slice; ``None`` if it was verified.
+
+        ``known``: the parameters; ``nodes``: how many nodes the slice has made.
+        """
+
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
+        """Verify a layout on a call whose graph has a new ``shape``; raise ``Refused``."""
+
 
 class Sharded(Protocol):
     """Runs the calls of a root whose weights are sharded (``sharded_weights.ShardedWeights``)."""
 
     def call(
         self,
-        shared: SharedRoot,
+        shared: DividedCalls,
         run: Forward,
         batch: Batch,
         layout: Layout | None,
@@ -91,112 +95,122 @@ class Sharded(Protocol):
     ) -> Any:
         """Run a training call, divided by ``layout`` or whole on every rank."""
 
+    def abandon_call(self) -> None:
+        """Forget a forward whose call runs again."""
+
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call without gradients."""
 
 
-class SharedRoot:
-    """Divides the calls of one root among the ranks of ``group``."""
+class DividedCalls:
+    """Divides the calls of one module among the ranks of ``group``."""
 
-    def __init__(self, owner: Owner, seams: Seams, group: RankGroup) -> None:
+    def __init__(
+        self, owner: Owner, seams: Seams, group: RankGroup, statistics: SharedStatistics | None
+    ) -> None:
+        """``statistics``: those of BatchNorm; ``None`` for a module without one."""
         self.owner = owner
         self.seams = seams
         self.group = group
         self.labels = LabelCheck(group)
-        self._comparisons = Comparisons()
-        self._follows = False
-        """The arguments were not the same on all ranks: each call uses those of rank 0."""
-        joins = has_batch_norm(owner.module)
-        self.statistics = SharedStatistics(seams.patches) if joins else None
-        self.reductions = Reductions(group, apart=joins)
+        self.statistics = statistics
+        self.reductions = Reductions(group, apart=statistics is not None)
         self.sharded: Sharded | None = None
         """Runs the calls if the plan shards the weights."""
         self.calls = 0
         """How many calls were divided."""
-        self._agreed: str | None = None
-        """The layout on which all ranks have agreed last."""
-        self._stale = False
-        """A call ran whole, so that rounding may have made the weights of the ranks differ."""
-        same_generators(group)
-        same_weights(group, owner.module)
+        self.runs_slice = False
+        """A slice runs now, so no rank may decide alone what becomes of the call."""
+        self._agreed: tuple[str | None, str] | None = None
+        """What all ranks have found last: the layout, or the reason why there is none."""
 
     @property
     def name(self) -> str:
-        """The class of the model."""
+        """The class of the module."""
         return type(self.owner.module).__name__
 
-    def remove(self) -> None:
-        """Leave torch as it was."""
-        if self.statistics is not None:
-            self.statistics.remove()
+    def divided(
+        self,
+        run: Forward,
+        batch: Batch,
+        layout: Layout | None,
+        *,
+        compared: bool,
+        make: Callable[..., SharedCall] | None = None,
+    ) -> tuple[Any] | str:
+        """Return the output of a call that is divided by ``layout``, in a tuple.
 
-    def around(self, run: Forward) -> Forward:
-        """Return ``run``, a call of a batch, for a batch that is divided among ranks."""
+        Returns the reason if the call must run whole, empty if there is nothing to divide; then
+        nothing of it is left. A graph whose
+        shape was not verified is verified, such as that of a late term of the loss, and the slices
+        run again. ``compared``: the ranks compare what they find in the call. ``make``: returns
+        the call, by default a ``SharedCall``.
+        """
+        reason, restore = "", None
+        while layout is not None:
+            call = (make or SharedCall)(self, run, batch, layout, compared=compared)
+            if not call.divides:
+                return ""
+            again, restore = restore is not None, restore or self._state(layout)
+            reason, shape = call.forward()
+            if not reason and shape is None:
+                return (call.outputs(),)
+            restore()
+            if self.sharded is not None:
+                self.sharded.abandon_call()
+            if reason or again or shape is None:
+                return reason or UNKNOWN_GRAPH
+            find = partial(self.owner.verify_again, layout, batch, shape)
+            layout, reason = self._agreed_on(batch, find)
+            compared = True
+        return reason
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled() or transformed():
-                if self.sharded is not None:
-                    return self.sharded.evaluate(run, args, kwargs)
-                return run(*args, **kwargs)
-            return self._call(run, args, kwargs)
+    def layout(self, batch: Batch) -> tuple[Layout | None, str]:
+        """Return the layout on which all ranks agree.
 
-        return call
-
-    def _call(self, run: Forward, args: Any, kwargs: Any) -> Any:
-        compared = self._comparisons.due()
-        if compared or self._follows:
-            batch = Batch.of(args, kwargs)
-            batch, same = same_arguments(self.group, self.name, batch, compare=not self._follows)
-            self._follows = not same
-            args, kwargs = batch.call(batch.leaves)
-        if self._stale:
-            same_weights(self.group, self.owner.module)
-            self._stale = False
-        batch = Batch.of(args, without_cache(self.owner.module, kwargs))
-        layout = self._layout(batch)
-        if self.sharded is not None:
-            return self.sharded.call(self, run, batch, layout, compared=compared)
-        if layout is not None:
-            call = SharedCall(self, run, batch, layout, compared=compared)
-            if call.divides:
-                start = RandomState.now()
-                failed = call.forward()
-                if not failed:
-                    return call.outputs()
-                start.restore()
-                line = f"autofit: every rank runs the whole of this batch: {failed}"
-                warnings.warn(line, stacklevel=2)
-        self._stale = True
-        return run(*args, **kwargs)
-
-    def _layout(self, batch: Batch) -> Layout | None:
-        """Return the layout on which all ranks agree; ``None`` if a rank has found none."""
+        Returns ``None`` with the reason if a rank has found none, and without one if there is
+        nothing to divide.
+        """
         if self.group.size == 1:  # there is nobody to divide the call with
-            return None
+            return None, ""
         sizes = [batch.leaves[index].shape[0] for index in batched_arguments(batch, 0)[:1]]
         if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
-            return None
+            return None, ""
+        return self._agreed_on(batch, lambda: self.owner.layout(batch))
+
+    def _agreed_on(self, batch: Batch, find: Callable[[], Layout]) -> tuple[Layout | None, str]:
         layout, reason = None, ""
         try:
-            layout = self.owner.layout(batch)
+            layout = find()
             if not layout.fits(batch):
                 layout, reason = None, "the arguments do not all have the same number of samples"
         except Refused as refusal:
             reason = str(refusal)
         told = str(plain_layout(layout)) if layout is not None else None
-        if told is not None and told == self._agreed:  # from equal arguments, all find the same
-            return layout
+        if (told, reason) == self._agreed:  # from equal arguments, all find the same
+            return layout, reason
         said = self.group.meet(f"how a call of {self.name} is divided", (told, reason))
-        if any(each is None for each, _ in said):
-            reason = next(why for each, why in said if each is None)
-            if self.owner.strict:
-                raise Refused(reason, "ranks")
-            warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
-            return None
-        if len({each for each, _ in said}) > 1:
+        alike = len(set(said)) == 1
+        lacking = next((why for each, why in said if each is None), None)
+        if lacking is None and not alike:
             raise Refused("the ranks have found different ways to divide a call", "ranks")
-        self._agreed = told
-        return layout
+        self._agreed = said[0] if alike else None
+        return (layout, "") if lacking is None else (None, lacking)
+
+    def _state(self, layout: Layout) -> Undo:
+        """Return what puts back the generators, and all that a slice changes in the model."""
+        places = [(each, each.read()) for each in layout.updates]
+        generators = RandomState.now()
+        buffers = self.statistics.saved() if self.statistics is not None else None
+
+        def restore() -> None:
+            generators.restore()
+            for place, value in places:
+                place.write(value)
+            if buffers is not None:
+                buffers()
+
+        return restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +238,7 @@ class SharedCall:
     """One call of a root, divided among ranks: its forward pass and its backward pass."""
 
     def __init__(
-        self, root: SharedRoot, run: Forward, batch: Batch, layout: Layout, *, compared: bool
+        self, root: DividedCalls, run: Forward, batch: Batch, layout: Layout, *, compared: bool
     ) -> None:
         """``compared``: the ranks compare what they find in this call."""
         self._root = root
@@ -266,28 +280,39 @@ class SharedCall:
     def _cut(self) -> Cut:
         return self._cuts[self._root.group.rank]
 
-    def forward(self) -> str:
-        """Run this rank's slice; return why that of a rank failed, empty if none did.
+    def forward(self) -> tuple[str, str | None]:
+        """Run this rank's slice.
 
-        A slice may lack what its samples refer to, such as pictures in a list of their own. The
-        error is raised if forwards communicate or change state, or if plans are compared.
+        Returns why that of a rank failed, empty if none did, and the shape of the graph if it was
+        not verified. A slice may lack what its samples refer to, such as pictures in a list of
+        their own. The error is raised if forwards communicate or change state, or if plans are
+        compared.
         """
         self._root.calls += 1
         own: list[_Output] | str
+        shape = None
         try:
+            made = nodes_made()
             self._local, self._spec = self._forward()
             own = [_Output.of(each) for each in self._local]
+            shape = self._root.owner.unknown_graph(
+                self._layout, self._local, self._all_parameters(), nodes_made() - made
+            )
         except Exception as error:
             communicates = self._root.statistics is not None or self._root.sharded is not None
             alone = not (communicates or self._layout.updates)
             plain = classify(error).kind is Kind.NOT_OOM and not isinstance(error, AutofitError)
-            if self._root.owner.strict or not (alone and plain):
+            refused = isinstance(error, Refused) and error.strategy == "micro_batch"
+            if self._root.owner.strict or not (alone and (plain or refused)):
                 raise
-            own = f"the model raises {type(error).__name__} for a part of it: {error}"
+            own = str(error)
+            if plain:
+                own = f"the model raises {type(error).__name__} for a part of it: {error}"
             free_frames(error)
-        said = self._root.group.meet(f"a call of {self._root.name}", own)
-        self._said = [each for each in said if isinstance(each, list)]
-        return next((each for each in said if isinstance(each, str)), "")
+        said = self._root.group.meet(f"a call of {self._root.name}", (own, shape))
+        self._said = [each for each, _ in said if isinstance(each, list)]
+        failed = next((each for each, _ in said if isinstance(each, str)), "")
+        return failed, next((each for _, each in said if each is not None), None)
 
     def outputs(self) -> Any:
         """Return the outputs of the whole batch."""
@@ -316,11 +341,20 @@ class SharedCall:
         self._arguments = [leaves[index] for index in self._inputs]
         args, kwargs = self._batch.call(leaves)
         draws = own_draws(self._root.group) if self._layout.draws else nullcontext()
-        with self._together(), draws:
-            output = self._run(*args, **kwargs)
+        self._root.runs_slice = True
+        try:
+            with self._together(), draws:
+                output = self._run(*args, **kwargs)
+        finally:
+            self._root.runs_slice = False
         outputs, spec = flatten(output)
-        refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
+        if self._compared:
+            refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
         return outputs, spec
+
+    def _all_parameters(self) -> Sequence[torch.Tensor]:
+        """Return all parameters of the model, as its forward sees them."""
+        return list(self._root.owner.module.parameters())
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that get gradients in the model, as its forward sees them."""

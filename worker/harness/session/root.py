@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,8 +34,10 @@ from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
 from autofit.worker.harness.batch.layout import Batch, Layout, Unverified
 from autofit.worker.harness.patching.observers import Calls, Seams, inside
+from autofit.worker.harness.ranks.batch_norm import has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup, sharing
-from autofit.worker.harness.ranks.shared_call import SharedRoot
+from autofit.worker.harness.ranks.shared_call import DividedCalls
+from autofit.worker.harness.ranks.shared_root import SharedRoot
 from autofit.worker.harness.session.root_calls import RootCalls
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
@@ -110,7 +112,7 @@ class HarnessRoot:
             self._watch,
             self._rehearse if self._policy.verifies else None,
         )
-        self._shared: SharedRoot | None = None
+        self._shared: DividedCalls | None = None
         """Divides the calls among ranks; ``None`` where the plan does not."""
         self._sharded: ShardedWeights | None = None
         """The sharded weights, under every plan from the first that shards them."""
@@ -409,6 +411,8 @@ class HarnessRoot:
 
     def _in_one_piece(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call of a split root that cannot be split; rescue it if this session rescues."""
+        if self._shared is not None and self._shared.runs_slice:
+            raise Refused(reason, "micro_batch")  # all ranks must do so
         self._policy.tell_whole(reason)
         if self._policy.standby is None:
             return forward(*args, **kwargs)
@@ -434,7 +438,8 @@ class HarnessRoot:
         return self._share_among(group)
 
     def _share_among(self, group: RankGroup) -> Undo:
-        shared = self._shared = SharedRoot(self, self._seams, group)
+        shared = SharedRoot(self, self._seams, group, self._calls, self._part)
+        self._shared = shared
         undo_wrapper = self._composed.add_outermost(shared.around)
 
         def undo() -> None:
@@ -444,6 +449,22 @@ class HarnessRoot:
 
         return self.outliving(undo)
 
+    def _part(self, module: nn.Module) -> DividedCalls:
+        """Return what divides the calls of a submodule, while those of the root run whole."""
+        assert self._shared is not None, "the root shares its calls"
+
+        def around_proof() -> AbstractContextManager[None]:
+            self.set_aside()
+            return self._policy.around_proof()
+
+        policy = replace(self._policy, strict=False, around_proof=around_proof)
+        known = self.proof.evidence.of(module)
+        root = HarnessRoot(module, self._seams, self._calls, self._on_shortage, known, policy)
+        root.verifies &= self.verifies
+        statistics = self._shared.statistics if has_batch_norm(module) else None
+        root._shared = DividedCalls(root, self._seams, self._shared.group, statistics)
+        return root._shared
+
     def shard_weights(self, shards: WeightShards) -> Undo:
         """Shard the weights over the ranks that ``share`` divides the calls among."""
         from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
@@ -451,7 +472,7 @@ class HarnessRoot:
 
         group = sharing(self._policy.group, shards)
         undos = [] if self._shared is not None else [self._share_among(group)]
-        assert self._shared is not None, "the calls are divided now"
+        assert isinstance(self._shared, SharedRoot), "the calls are divided now"
         whole = whole_tensors(group, self._seams)
         if self._sharded is None:
             self._sharded = ShardedWeights(self, whole, shards)
@@ -536,6 +557,21 @@ class HarnessRoot:
         if layout.draws and self._facts is not None and not self._facts.dropout:
             self._facts = replace(self._facts, dropout=True)
         return layout
+
+    def unknown_graph(
+        self, layout: Layout, outputs: Sequence[Any], known: Sequence[torch.Tensor], nodes: int
+    ) -> str | None:
+        """Return the shape of a call's graph; ``None`` if it was verified.
+
+        See ``Layouts.unknown_graph``.
+        """
+        if layout.kind is None:
+            return None
+        return self._layouts.unknown_graph(layout.kind, outputs, known, nodes)
+
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
+        """Verify a layout on a call whose graph has a new ``shape``; raise ``Refused``."""
+        return self._layouts.verify_again(layout.kind, batch, shape)
 
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted
