@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ import autofit
 from autofit.cli import main
 from autofit.cli.out import render, show
 from autofit.exceptions import UsageError
+from autofit.facts import Facts
 from autofit.inspection.cards import MODELS, model_named, models_named
+from autofit.inspection.roofline import relative_time
+from autofit.plan import Plan
 from autofit.view import fitting as view
-from autofit.worker.records.inspection import Kind
+from autofit.worker.records.inspection import Kind, Work
 from tests.inspection import by_hand
 
 WIDTH = 1024
@@ -122,7 +126,7 @@ def test_a_table_of_cards(train: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert sum(plan["kinds"].values()) == plan["peak_bytes"]
 
 
-@pytest.mark.quick
+@pytest.mark.full
 def test_a_script_that_cannot_be_followed_gives_the_estimate_so_far(
     train: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +135,30 @@ def test_a_script_that_cannot_be_followed_gives_the_estimate_so_far(
     printed = capsys.readouterr().out
     assert "could not be followed further, so it needs at least this: " in printed
     assert "weights" in printed
+
+
+@pytest.mark.full
+def test_a_check_for_a_card_that_is_not_here(
+    train: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "train.py", "--gpu", "RTX 4090", "--memory", "2GiB"]) == 0
+    assert " of 2.0 GiB; first check" in capsys.readouterr().out
+    assert main(["check", "train.py", "--gpu", "RTX 4090", "--memory", "900MiB"]) == 3
+
+
+@pytest.mark.quick
+def test_a_faster_card_changes_the_order() -> None:
+    work = Work(products=1e14, half_products=0.0, traffic=1e11, launches=1000)
+    bf16, ckpt = Plan.of({"precision": "bf16"}), Plan.of({"checkpointing": "all"})
+    for name in ("T4", "H100"):
+        times = [
+            relative_time(plan, work, model_named(name), Facts()) for plan in (bf16, Plan(), ckpt)
+        ]
+        assert times == sorted(times)
+    small = Plan.of({"micro_batch": "1"})
+    facts = Facts(roots=(replace(by_hand.explanation().facts.roots[0], batch=1000),))
+    launches = relative_time(small, work, model_named("H100"), facts)
+    assert launches > 2 * relative_time(Plan(), work, model_named("H100"), facts)
 
 
 @pytest.mark.quick
