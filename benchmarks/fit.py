@@ -1,7 +1,7 @@
 """Compares the peaks that ``autofit fit`` predicts with peaks that were measured on an H200.
 
     python benchmarks/fit.py --work bert        # predict; needs no GPU
-    python benchmarks/fit.py --table            # write benchmarks/results/fit.md
+    python benchmarks/fit.py --table            # print the table of results/fit.md
     python benchmarks/fit.py --order            # compare the order of plans with recorded grids
 
 The measured figures are those of ``results/grid.md``, of torch 2.11.

@@ -276,7 +276,8 @@ class InspectedRun(Session):
     def _begin_following(self) -> None:
         self._followed = 0
         self._batches.again(self.facts.calls_per_step)
-        self.meter.release()
+        if self._fake_gpu is None:  # else its cache is that of a script without autofit
+            self.meter.release()
         self._mark_weights()
         self._backwards.clear()
         self._step_began = self._log.now + 1
