@@ -98,7 +98,7 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
     """Run a script on a GPU that does not exist, and return which cards it fits.
 
     Raises:
-        UsageError: A card is not known.
+        UsageError: A card is not known, or the script trains on the CPU.
         ScriptError: The script fails before it holds any tensor on the GPU.
         WorkerError: The process could not be started, or took too long.
     """
@@ -108,13 +108,16 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
     say(f"running {options.script.target} for two steps without a GPU")
     largest = max(models, key=lambda each: (each.capability, each.memory))
     outcome = inspect(Target.on(options.script, gpu=largest.name), Plan(), INSPECTION)
-    if outcome.inspected is None:
-        raise UsageError("the script holds no memory on a GPU")  # pragma: no cover
-    found = _Plans(outcome, outcome.inspected)
+    inspected = outcome.inspected
+    if inspected is None or not inspected.moments[0].of(Kind.WEIGHTS, Kind.OTHER, Kind.TEMPORARY):
+        raise UsageError(
+            f"{options.script.target} puts nothing on a GPU: give the arguments with which it does"
+        )
+    found = _Plans(outcome, inspected)
     return Fit(
         script=options.script,
         facts=outcome.facts,
-        inspected=outcome.inspected,
+        inspected=inspected,
         cards=tuple(found.on(model, options) for model in models),
         stopped=outcome.stopped,
     )

@@ -138,6 +138,17 @@ def test_a_script_that_cannot_be_followed_gives_the_estimate_so_far(
 
 
 @pytest.mark.full
+def test_a_script_for_the_cpu(train: Path) -> None:
+    plain = "import torch\nmodel = torch.nn.Linear(8, 8)\noptimizer = torch.optim.SGD("
+    steps = (
+        "for _ in range(5):\n    model(torch.ones(2, 8)).sum().backward()\n    optimizer.step()\n"
+    )
+    train.write_text(f"{plain}model.parameters(), 0.1)\n{steps}")
+    with pytest.raises(UsageError, match="puts nothing on a GPU"):
+        autofit.fit(train, quiet=True)
+
+
+@pytest.mark.full
 def test_a_check_for_a_card_that_is_not_here(
     train: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
