@@ -36,6 +36,7 @@ from autofit.export import FORMATS, expressed
 from autofit.facts import Facts, Hardware, RootFacts
 from autofit.inspection.cards import Card
 from autofit.inspection.explanation import Explanation
+from autofit.inspection.fitting import CardFit, Fit, FittingPlan
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.resilience import ActivePlan, Retry
@@ -432,7 +433,7 @@ def _note(column: sqlalchemy.Column[Any], notes: dict[str, str]) -> str:
 def python() -> str:
     """Return ``python.md``: the public functions, and the records that they take and return."""
     told = ["# Python API", NOTICE, "", PUBLIC]
-    for name in ("search", "best", "run", "explain"):
+    for name in ("search", "best", "run", "explain", "fit"):
         told += ["", *function(f"autofit.{name}", getattr(autofit, name))]
     told += ["", *function("autofit.analysis.frontier.frontier", frontier)]
     call = type(autofit.resilient).__call__
@@ -441,9 +442,9 @@ def python() -> str:
     for name in ("step", "active", "set_active", "set_hooks", "inject", "forget"):
         member = getattr(autofit.resilient, name)
         told += ["", *function(f"autofit.resilient.{name}", member, level=3)]
-    for cls in (autofit.Study, autofit.Plan, ActivePlan, Store, Explanation):
+    for cls in (autofit.Study, autofit.Plan, ActivePlan, Store, Explanation, Fit):
         told += ["", *members(cls)]
-    for record in (Result, Point, Script, Retry, Technique, Card):
+    for record in (Result, Point, Script, Retry, Technique, Card, CardFit, FittingPlan):
         told += ["", *dataclass(record)]
     told += ["", "## Exceptions", "", "Module `autofit.exceptions`.", ""]
     told += table(

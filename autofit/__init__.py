@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 from autofit._version import __version__
 
 if TYPE_CHECKING:
-    from autofit.api.functions import best, explain, run, search
+    from autofit.api.functions import best, explain, fit, run, search
     from autofit.api.study import Study
     from autofit.plan import Plan
     from autofit.resilience import resilient
 
-__all__ = ["Plan", "Study", "__version__", "best", "explain", "resilient", "run", "search"]
+__all__ = ["Plan", "Study", "__version__", "best", "explain", "fit", "resilient", "run", "search"]
 
 _HOMES = {
     "Plan": "autofit.plan",
     "Study": "autofit.api.study",
     "best": "autofit.api.functions",
     "explain": "autofit.api.functions",
+    "fit": "autofit.api.functions",
     "resilient": "autofit.resilience",
     "run": "autofit.api.functions",
     "search": "autofit.api.functions",

@@ -21,7 +21,7 @@ from typing import Any
 from autofit.exceptions import AutofitError
 from autofit.inspection.explanation import STEPS
 from autofit.inspection.launches import Outcome, Target, inspect
-from autofit.inspection.prediction import predicted_peak
+from autofit.inspection.prediction import Predictor
 from autofit.plan import Plan
 from autofit.worker.cluster.versions import versions
 from autofit.worker.records.inspection import Inspection, Kind
@@ -66,7 +66,7 @@ def works(*, small: bool) -> dict[str, Work]:
 def explained(work: Work, *, small: bool, in_time: Callable[[], bool]) -> dict[str, Any]:
     """Return the figures of a work."""
     args = ("--small",) if small else ()
-    target = Target.on_this_machine(Script(target=work.script, cwd=str(WORKS), args=args))
+    target = Target.on(Script(target=work.script, cwd=str(WORKS), args=args))
     leaks = not work.techniques
     began = time.monotonic()
     whole = inspect(target, Plan(), Inspection(steps=STEPS) if leaks else Inspection())
@@ -118,7 +118,7 @@ def _technique(target: Target, whole: Outcome, plan: Plan) -> dict[str, Any]:
     if timeline is None or outcome.inspected is None or outcome.inspected.plain is None:
         reason = outcome.report.reason if outcome.report else "out of memory"
         return {"plan": str(plan), "error": reason}
-    predicted = before - predicted_peak(plan, timeline, whole.facts)
+    predicted = before - Predictor(timeline, whole.facts).peak(plan)
     measured = before - outcome.inspected.plain.allocated
     return {
         "plan": str(plan),

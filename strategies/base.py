@@ -172,6 +172,9 @@ class Level:
     """
     launches: float | None = None
     """Expected time to launch a step's kernels, relative to ``as_is``; ``None``: ``slowdown``."""
+    products: str = ""
+    """The type in which it lets a GPU compute matrix products: ``"tf32"`` or ``"half"``; empty if
+    it leaves that alone."""
     keeps: float = 1.0
     """Expected share of the memory that remains after the strategy lowers it; also a prior."""
     lowers: frozenset[Memory] | None = None

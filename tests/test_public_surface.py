@@ -23,7 +23,7 @@ from autofit.cli import cli
 from autofit.export import FORMATS
 from autofit.export.document import document
 from autofit.facts import Hardware
-from autofit.inspection.document import check_document, explanation_document
+from autofit.inspection.document import check_document, explanation_document, fit_document
 from autofit.plan import Plan
 from autofit.worker.records.phases import ORDER
 from autofit.worker.records.trials import Measurement, Script, Verdict
@@ -99,9 +99,10 @@ def keys(found: dict[str, Any], beginning: str) -> Iterator[str]:
 
 
 def inspected() -> Iterator[str]:
-    """Yield a line for each key of the JSON of ``autofit explain`` and ``autofit check``."""
+    """Yield a line for each key of the JSON of ``autofit explain``, ``check`` and ``fit``."""
     yield from keys(explanation_document(by_hand.explanation()), "json explain ")
     yield from keys(check_document(by_hand.check(peak=None)), "json check ")
+    yield from keys(fit_document(by_hand.fit()), "json fit ")
 
 
 def result() -> Result:

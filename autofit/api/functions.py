@@ -1,4 +1,4 @@
-"""The functions ``autofit.search``, ``best``, ``run`` and ``explain``."""
+"""The functions ``autofit.search``, ``best``, ``run``, ``explain`` and ``fit``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from autofit.exceptions import UsageError
 from autofit.export.load import load_plan
 from autofit.flags import Kind, flags_of
 from autofit.inspection.explanation import Explanation
-from autofit.inspection.options import ExplainOptions
+from autofit.inspection.fitting import Fit
+from autofit.inspection.options import ExplainOptions, FitOptions
 from autofit.launch_lines.span import differing
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
@@ -235,6 +236,7 @@ def explain(
     module: bool = False,
     cwd: str | os.PathLike[str] | None = None,
     memory: int | str | None = None,
+    gpu: str | None = None,
     leak: bool = False,
     snapshot: str | os.PathLike[str] | None = None,
     storage: str | os.PathLike[str] | None = None,
@@ -256,6 +258,7 @@ def explain(
         module: As for ``search``.
         cwd: As for ``search``.
         memory: Budget of the device, in bytes or as ``"24GiB"``; by default what is free.
+        gpu: Predict it for a card that is not here, such as ``"H100"``.
         leak: Follow more steps, and find the lines that keep tensors from step to step.
         snapshot: A file for PyTorch's memory snapshot, which ``memory_viz`` shows; GPUs only.
         storage: As for ``search``; measurements of earlier searches replace predictions.
@@ -271,6 +274,45 @@ def explain(
     given = _options(locals(), ExplainOptions)
     launch = scripts.launch(script, args, module=module, cwd=cwd)
     return explain_script(scripts.explain_options(launch, given), _say(quiet))
+
+
+def fit(
+    script: str | os.PathLike[str] | Sequence[str],
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    cwd: str | os.PathLike[str] | None = None,
+    gpu: str | None = None,
+    memory: int | str | None = None,
+    quiet: bool = False,
+) -> Fit:
+    """Predict which GPUs a script fits and under which plan, on a machine that needs no GPU.
+
+    The script runs for two optimizer steps with tensors that have no memory::
+
+        found = autofit.fit("train.py", gpu="RTX 4090,A100-40GB")
+        for card in found.cards:
+            print(card.name, card.as_it_is.peak, card.plan and card.plan.plan)
+
+    Args:
+        script: As for ``search``.
+        args: Arguments of the script.
+        module: As for ``search``.
+        cwd: As for ``search``.
+        gpu: Names of cards, separated by commas; by default all that are known.
+        memory: Budget in bytes or as ``"24GiB"``; by default each card's memory less 5 %.
+        quiet: Show no progress.
+
+    Raises:
+        UsageError: A value is not allowed, or there is no such script.
+        ScriptError: The script fails, or does not train.
+        WorkerError: A worker broke.
+    """
+    from autofit.inspection.fitting import fitting
+
+    given = _options(locals(), FitOptions)
+    launch = scripts.launch(script, args, module=module, cwd=cwd)
+    return fitting(scripts.fit_options(launch, given), _say(quiet))
 
 
 def _options(given: Mapping[str, Any], options: type) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.exceptions import UsageError
-from autofit.inspection.options import CheckOptions, ExplainOptions
+from autofit.inspection.options import CheckOptions, ExplainOptions, FitOptions
 from autofit.launch_lines import Launch, understand
 from autofit.launch_lines.span import span
 from autofit.launch_lines.target import check_file, check_syntax, launch_of
@@ -78,6 +78,11 @@ def explain_options(launch: Launch, given: Mapping[str, Any]) -> ExplainOptions:
     """Return the options of an explanation of ``launch``; arguments as for ``search_options``."""
     script = _single(launch, "explain").script
     return ExplainOptions(**{**given, "script": script, "storage": url(given["storage"])})
+
+
+def fit_options(launch: Launch, given: Mapping[str, Any]) -> FitOptions:
+    """Return the options of ``fit``; arguments as for ``search_options``."""
+    return FitOptions(**{**given, "script": _single(launch, "fit").script})
 
 
 def check_options(launch: Launch, given: Mapping[str, Any]) -> CheckOptions:

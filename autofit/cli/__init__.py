@@ -27,6 +27,7 @@ INTERRUPTED = 130
         "best",
         "run",
         "explain",
+        "fit",
         "check",
         "history",
         "report",

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from autofit.inspection.explanation import beside_tensors
-from autofit.inspection.launches import Outcome, Target, inspect
+from autofit.inspection.launches import Outcome, Target, inspect, whole
 from autofit.inspection.options import CheckOptions
 from autofit.plan import Plan
 from autofit.storage import DiscoveryRecord, InspectionKey, Store, script_path
@@ -78,12 +78,12 @@ def check(options: CheckOptions, say: Say = lambda line: None) -> Check:
     A check that fits becomes the one with which later checks are compared. Errors: see ``explain``.
     """
     began = time.monotonic()
-    target = Target.on_this_machine(options.script, memory=options.memory)
-    outcome = inspect(target, Plan(), Inspection())
+    target = Target.on(options.script, gpu=options.gpu, memory=options.memory)
+    outcome = whole(inspect(target, Plan(), Inspection()), options.script)
     key = InspectionKey(
         script=script_path(options.script),
         args=options.script.args,
-        gpu=target.hardware.name,
+        gpu=f"{target.hardware.name}, predicted" if target.fake else target.hardware.name,
         ranks=1,
     )
     modules = _modules(outcome)

@@ -8,6 +8,7 @@ from typing import Any
 
 from autofit.inspection.check import Check
 from autofit.inspection.explanation import Explanation, sizes_by_kind
+from autofit.inspection.fitting import Fit, FittingPlan
 from autofit.inspection.techniques import Technique
 from autofit.worker.records.inspection import Growth, Kind, Part
 from autofit.worker.records.places import Place
@@ -46,6 +47,44 @@ def explanation_document(found: Explanation) -> dict[str, Any]:
             for card in found.cards
         ],
         "growths": [_growth(each) for each in found.growths] if found.follows_leaks else None,
+    }
+
+
+def fit_document(found: Fit) -> dict[str, Any]:
+    """Return which cards a script fits as plain data."""
+
+    def plan(each: FittingPlan | None) -> dict[str, Any] | None:
+        if each is None:
+            return None
+        return {
+            "plan": dict(each.plan.changes),
+            "peak_bytes": each.peak,
+            "margin_bytes": each.margin,
+            "kinds": dict(each.kinds),
+        }
+
+    plain = found.inspected.plain
+    return {
+        "script": asdict(found.script),
+        "peak_bytes": sum(found.by_kind.values()),
+        "peak_allocated_bytes": found.inspected.moments[0].peak,
+        "peak_reserved_bytes": plain.reserved if plain else None,
+        "kinds": _kinds(found.by_kind),
+        "stopped": found.stopped or None,
+        "cards": [
+            {
+                "name": card.name,
+                "budget_bytes": card.budget,
+                "as_it_is": plan(card.as_it_is),
+                "least_change": plan(card.plan),
+                "likely_fastest": [dict(each.changes) for each in card.fastest],
+            }
+            for card in found.cards
+        ],
+        "guesses": [
+            {"line": _line(each.place), "count": each.count, "decides": each.decides}
+            for each in found.guesses
+        ],
     }
 
 

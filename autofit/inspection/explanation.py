@@ -12,9 +12,9 @@ from autofit.exceptions import StorageError, UsageError
 from autofit.facts import Facts, Hardware
 from autofit.inspection import techniques
 from autofit.inspection.cards import Card, cards
-from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans
+from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans, whole
 from autofit.inspection.options import ExplainOptions
-from autofit.inspection.prediction import device_bytes, predicted_peak, predicted_slowdown
+from autofit.inspection.prediction import Predictor, device_bytes, predicted_slowdown
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.storage import Store
@@ -92,27 +92,27 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
         ScriptError: The script fails for another reason than memory, or does not train.
         WorkerError: The process could not be started, or took too long.
     """
-    target = Target.on_this_machine(options.script, memory=options.memory)
+    target = Target.on(options.script, gpu=options.gpu, memory=options.memory)
     if options.snapshot is not None:
         _check_snapshot(target.hardware, Path(options.snapshot))
     inspection = Inspection(
         steps=STEPS if options.leak else Inspection().steps, snapshot=options.snapshot is not None
     )
     say(f"following the memory of {options.script.target} for {inspection.steps + 1} steps")
-    outcome = whole = inspect(target, Plan(), inspection)
+    outcome = as_it_is = whole(inspect(target, Plan(), inspection), options.script)
     if outcome.uncontained:
         say("this system allows no overlay: files that the script writes stay")
     failed = None
-    if not whole.fits:
-        failed = whole.inspected.moments[0] if whole.inspected else None
-        outcome = _leaner(target, whole, inspection, say)
+    if not as_it_is.fits:
+        failed = as_it_is.inspected.moments[0] if as_it_is.inspected else None
+        outcome = _leaner(target, as_it_is, inspection, say)
     assert outcome.inspected is not None, "it fits, or held memory when it failed"
     if options.snapshot is not None and outcome.inspected.snapshot is not None:
         Path(options.snapshot).write_bytes(outcome.inspected.snapshot)
     found: tuple[Technique, ...] = ()
     fitting: tuple[Card, ...] = ()
     timeline = outcome.inspected.timeline
-    if whole.fits and timeline is not None:
+    if as_it_is.fits and timeline is not None:
         measured = _measured(options, target)
         found = techniques.techniques(timeline, outcome.facts, target.hardware, measured)
         fitting = _cards(timeline, outcome, target.hardware)
@@ -123,7 +123,7 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
         facts=outcome.facts,
         plan=outcome.plan,
         inspected=outcome.inspected,
-        out_of_memory=whole.out_of_memory,
+        out_of_memory=as_it_is.out_of_memory,
         failed=failed,
         techniques=found,
         cards=fitting,
@@ -187,10 +187,11 @@ def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Ca
     inspected, facts = outcome.inspected, outcome.facts
     assert inspected is not None, "the script fits"
     plain = inspected.plain
+    predictor = Predictor(timeline, facts)
 
     def needed(plan: Plan) -> float:
         return device_bytes(
-            predicted_peak(plan, timeline, facts),
+            predictor.peak(plan),
             allocated=plain.allocated if plain else 0,
             reserved=plain.reserved if plain else 0,
             context=plain.device - plain.reserved if plain else 0,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.facts import Facts, Hardware
+from autofit.inspection.cards import model_named
 from autofit.plan import Plan
 from autofit.strategies import REGISTRY, SPLIT, Memory, Number, Strategy, counting
 from autofit.strategies.support.block_levels import ALL
@@ -30,6 +31,8 @@ HEADROOM = 0.05
 """Share of the device that stays free if no budget is given, as in a search."""
 SECONDS = 900.0
 """Time limit of a launch."""
+WITHOUT_GPU = (("CUDA_VISIBLE_DEVICES", ""), ("TORCHDYNAMO_DISABLE", "1"))
+"""Variables with which a script finds no GPU of this machine, and compiles nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +43,25 @@ class Target:
     hardware: Hardware
     budget: int
     """Bytes that the process may occupy on the device."""
+    fake: bool = False
+    """Whether the process is to believe in a GPU that is not here."""
 
     @classmethod
-    def on_this_machine(cls, script: Script, *, memory: int | None = None) -> Target:
+    def on(cls, script: Script, *, gpu: str | None = None, memory: int | None = None) -> Target:
         """Return the target on the first visible GPU, or on the CPU.
 
-        ``memory``: the budget in bytes; by default what the device has free, less a headroom.
-        Raises ``UsageError`` if a budget cannot be set here.
+        Args:
+            script: The script.
+            gpu: The name of a card that is not here, to predict for.
+            memory: The budget in bytes; by default what the device has free, less a headroom.
+
+        Raises:
+            UsageError: The card is not known, or a budget cannot be set here.
         """
+        if gpu is not None:
+            hardware = model_named(gpu).hardware
+            free = int((1 - HEADROOM) * hardware.total_bytes)
+            return cls(script=script, hardware=hardware, budget=memory or free, fake=True)
         device = meter.default_device()
         meter.require_cap(device)
         hardware = meter.hardware(device)
@@ -68,6 +82,8 @@ class Outcome:
     out_of_memory: OutOfMemory | None = None
     uncontained: bool = False
     """Whether the script's writes to disk were real."""
+    stopped: str = ""
+    """What ended the script early on a fake GPU, after it had held some memory; else empty."""
 
     @property
     def fits(self) -> bool:
@@ -82,11 +98,20 @@ class Outcome:
 def inspect(target: Target, plan: Plan, inspection: Inspection) -> Outcome:
     """Run the script under ``plan`` and return what held its memory.
 
+    On a fake GPU no plain steps follow, because nothing is computed.
+
     Raises:
         ScriptError: The script fails for another reason than memory.
         WorkerError: The process could not be started, or took too long.
     """
-    return _run(target, plan, inspection)
+    return _run(target, plan, replace(inspection, plain=0) if target.fake else inspection)
+
+
+def whole(outcome: Outcome, script: Script) -> Outcome:
+    """Return ``outcome``; raise ``ScriptError`` if a fake GPU could not follow the script."""
+    if outcome.stopped:
+        raise ScriptError(f"{script.target} cannot be followed without a GPU: {outcome.stopped}")
+    return outcome
 
 
 def measure(target: Target, plan: Plan) -> TrialReport | None:
@@ -103,6 +128,8 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         timeout=SECONDS,
         whole_fits=not plan.splits,
         inspection=inspection,
+        fake_gpu=target.hardware if target.fake else None,
+        environment=WITHOUT_GPU if target.fake else (),
     )
     facts, inspected, report = Facts(), None, None
     short: OutOfMemory | None = None
@@ -121,9 +148,13 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
                 uncontained = True
             case LaunchEnded():
                 ended = event
+    stopped = ""
     if report is not None:
         short = report.out_of_memory or short
-        _raise_failure(target.script, plan, report)
+        if target.fake and inspected is not None:
+            stopped = report.reason
+        else:
+            _raise_failure(target.script, plan, report)
     if ended is not None and ended.lost:
         raise WorkerError(f"{target.hardware.name}: {ended.lost}")
     if inspection is not None and inspected is None and report is None:
@@ -135,6 +166,7 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         report=report,
         out_of_memory=short if report is None or report.verdict is not Verdict.MEASURED else None,
         uncontained=uncontained,
+        stopped=stopped,
     )
 
 

@@ -26,6 +26,10 @@ class ExplainOptions:
         ),
     )
     """Bytes; ``None`` for what the device has free, less a headroom."""
+    gpu: str | None = field(
+        default=None,
+        metadata=flag("Predict it for a card that is not here, such as H100.", Kind.TEXT, "NAME"),
+    )
     leak: bool = field(
         default=False,
         metadata=flag("Follow eight steps, and name the lines that keep tensors.", Kind.SWITCH),
@@ -45,6 +49,28 @@ class ExplainOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions:
+    """The options of ``autofit.fit``."""
+
+    script: Script
+    gpu: str | None = field(
+        default=None,
+        metadata=flag(
+            'Cards, such as "RTX 4090,A100-40GB" (default: all that are known).', Kind.TEXT, "NAMES"
+        ),
+    )
+    memory: int | None = field(
+        default=None,
+        metadata=flag(
+            "Memory budget, such as 24GiB (default: each card's memory less 5 %).",
+            Kind.SIZE,
+            "SIZE",
+        ),
+    )
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
     """The options of ``autofit check``."""
 
@@ -58,6 +84,10 @@ class CheckOptions:
         )
     )
     """Bytes."""
+    gpu: str | None = field(
+        default=None,
+        metadata=flag("Predict it for a card that is not here, such as H100.", Kind.TEXT, "NAME"),
+    )
     junit: str | None = field(
         default=None,
         metadata=flag("Write the result as JUnit XML to this file.", Kind.TEXT, "FILE"),

@@ -36,14 +36,22 @@ STATIC = {
 Array = npt.NDArray[np.float64]
 
 
-def predicted_peak(plan: Plan, timeline: Timeline, facts: Facts) -> float:
-    """Return the bytes of tensors at the peak under ``plan``.
+class Predictor:
+    """Predicts the memory of plans from one step of the script as it is."""
 
-    ``timeline``: a step of the script as it is.
-    """
-    if plan.neutral:
-        return float(max(timeline.peaks))
-    return _Replay(plan, timeline, facts).peak()
+    def __init__(self, timeline: Timeline, facts: Facts) -> None:
+        self._step = _Step(timeline)
+        self._facts = facts
+
+    def peak(self, plan: Plan) -> float:
+        """Return the bytes of tensors at the peak under ``plan``."""
+        if plan.neutral:
+            return float(max(self._step.timeline.peaks))
+        return _Replay(plan, self._step, self._facts).run().peak()
+
+    def kinds(self, plan: Plan) -> dict[str, int]:
+        """Return the bytes of tensors at the peak under ``plan``, by kind of memory."""
+        return _Replay(plan, self._step, self._facts).run().kinds()
 
 
 def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
@@ -114,62 +122,58 @@ class _Lives:
 
     def peak(self) -> float:
         """Return the most bytes that exist at once."""
+        return self._peak()[0]
+
+    def kinds(self) -> dict[str, int]:
+        """Return the bytes by kind at the moment of the peak."""
+        time = self._peak()[1]
+        exists = (self.start <= time) & (self.end >= time)
+        found: dict[str, int] = {}
+        for kind in dict.fromkeys(self.kind[exists]):
+            size = self.size[exists & (self.kind == kind)].sum()
+            found[str(kind) or str(Kind.ACTIVATIONS)] = round(float(size))
+        return found
+
+    def _peak(self) -> tuple[float, float]:
+        """Return the most bytes that exist at once, and when they do."""
         begins, ends = np.argsort(self.start), np.argsort(self.end)
         begun = np.cumsum(self.size[begins])
         gone = np.concatenate([[0.0], np.cumsum(self.size[ends])])
         before = np.searchsorted(self.end[ends], self.start[begins], side="left")
         last = np.searchsorted(self.start[begins], self.start[begins], side="right") - 1
-        return float(np.max(begun[last] - gone[before], initial=0.0))
+        held = begun[last] - gone[before]
+        if not len(held):
+            return 0.0, 0.0
+        at = int(np.argmax(held))
+        return float(held[at]), float(self.start[begins][at])
 
 
-class _Replay:
-    """The timeline of a step under one plan."""
+def _made(size: Any, start: Any, end: Any) -> _Lives:
+    """Return further lives, which no block has made."""
+    number = len(size)
+    no = np.zeros(number, dtype=bool)
+    start, end = np.asarray(start, float), np.asarray(end, float)
+    block = np.full(number, -1, dtype=np.int64)
+    kind = np.full(number, "", dtype="<U16")
+    return _Lives(np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no)
 
-    def __init__(self, plan: Plan, timeline: Timeline, facts: Facts) -> None:
-        self._plan = plan
-        self._timeline = timeline
-        self.facts = facts
-        self._last = len(timeline.peaks) - 1
-        self._batch_share = self._share_of_batch()
-        self._chunk_share = self._share_of_chunk()
-        self.forward = min(timeline.forward, default=0)
-        self.backward = min(timeline.backward, default=self._last)
-        self._backward_ends = max(timeline.backward, default=self._last)
-        self.plain = self.lives = self._base
-        self.half = plan.autocast is not None
 
-    def peak(self) -> float:
-        """Return the bytes at the peak."""
-        plan = self._plan
-        self._scale_static()
-        later = [strategy.replay(level, self) for strategy, level in reversed([*plan])]
-        if plan.splits:
-            self.lives = self._split(self.lives)
-        self.lives = self._scaled(self.lives)
-        for change in later:
-            if change is not None:
-                change()
-        lives = self.lives if plan.blocks == AS_IS else self._checkpointed(self.lives)
-        return lives.peak()
+class _Step:
+    """The timeline of a step as the script has it, in columns."""
 
-    @property
-    def share(self) -> float:
-        """The share of a call's samples that runs at once."""
-        return self._chunk_share * self._batch_share
-
-    @property
-    def tokens(self) -> int:
-        """The bytes of the largest output of the model's head in a call of the script as it is."""
-        return max((each.size for each in self._timeline.lives if each.wide), default=0)
-
-    # --- the step as it is -----------------------------------------------------------------
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.last = len(timeline.peaks) - 1
 
     @cached_property
-    def _base(self) -> _Lives:
-        """The lives in the plan's precision, with what no tensor explains as lives of their own."""
-        half = self._plan.autocast is not None
-        lives = self._columns(self._timeline.lowered if half else self._timeline.lives)
-        return lives.also(self._unexplained())
+    def plain(self) -> _Lives:
+        """The lives, with what no tensor explains as lives of their own."""
+        return self._columns(self.timeline.lives).also(self._unexplained)
+
+    @cached_property
+    def lowered(self) -> _Lives:
+        """The same under autocast."""
+        return self._columns(self.timeline.lowered).also(self._unexplained)
 
     def _columns(self, lives: tuple[Any, ...]) -> _Lives:
         columns = list(zip(*lives, strict=True))
@@ -197,42 +201,77 @@ class _Replay:
     @cached_property
     def _phases(self) -> npt.NDArray[np.int64]:
         """1 for operations of forward, 2 for those of backward, 0 for the others."""
-        found = np.zeros(self._last + 1, dtype=np.int64)
-        found[list(self._timeline.forward)] = 1
-        found[list(self._timeline.backward)] = 2
+        found = np.zeros(self.last + 1, dtype=np.int64)
+        found[list(self.timeline.forward)] = 1
+        found[list(self.timeline.backward)] = 2
         return found
 
+    @cached_property
     def _unexplained(self) -> _Lives:
         """Return what the allocator gave out beside tensors, for each operation.
 
         The least of it is that of libraries and lasts; the rest is workspace of one operation.
         """
-        plain = self._columns(self._timeline.lives)
-        times = np.arange(self._last + 2)
-        change = np.zeros(self._last + 2)
+        plain = self._columns(self.timeline.lives)
+        times = np.arange(self.last + 2)
+        change = np.zeros(self.last + 2)
         np.add.at(change, plain.start.astype(int), plain.size)
         np.add.at(change, plain.end.astype(int) + 1, -plain.size)
         held = np.cumsum(change)[:-1]
-        peaks = np.array(self._timeline.peaks, float)
+        peaks = np.array(self.timeline.peaks, float)
         extra = np.where(peaks > 0, np.maximum(0.0, peaks - held), 0.0)
         known = extra[peaks > 0]
         floor = float(known.min()) if len(known) else 0.0
         at = np.nonzero(extra > floor)[0]
-        found = self.made(extra[at] - floor, times[at], times[at])
+        found = _made(extra[at] - floor, times[at], times[at])
         found = replace(found, moving=self._phases[at] > 0)
-        lasting = self.made(np.array([floor]), np.array([0.0]), np.array([float(self._last)]))
+        lasting = _made(np.array([floor]), np.array([0.0]), np.array([float(self.last)]))
         return found.also(lasting)
+
+
+class _Replay:
+    """The timeline of a step under one plan."""
+
+    def __init__(self, plan: Plan, step: _Step, facts: Facts) -> None:
+        timeline = step.timeline
+        self._plan = plan
+        self._timeline = timeline
+        self.facts = facts
+        self._last = step.last
+        self._batch_share = self._share_of_batch()
+        self._chunk_share = self._share_of_chunk()
+        self.forward = min(timeline.forward, default=0)
+        self.backward = min(timeline.backward, default=self._last)
+        self._backward_ends = max(timeline.backward, default=self._last)
+        self.half = plan.autocast is not None
+        self.plain = self.lives = step.lowered if self.half else step.plain
+
+    def run(self) -> _Lives:
+        """Return what exists in the step."""
+        plan = self._plan
+        self._scale_static()
+        later = [strategy.replay(level, self) for strategy, level in reversed([*plan])]
+        if plan.splits:
+            self.lives = self._split(self.lives)
+        self.lives = self._scaled(self.lives)
+        for change in later:
+            if change is not None:
+                change()
+        return self.lives if plan.blocks == AS_IS else self._checkpointed(self.lives)
+
+    @property
+    def share(self) -> float:
+        """The share of a call's samples that runs at once."""
+        return self._chunk_share * self._batch_share
+
+    @property
+    def tokens(self) -> int:
+        """The bytes of the largest output of the model's head in a call of the script as it is."""
+        return max((each.size for each in self._timeline.lives if each.wide), default=0)
 
     def made(self, size: Any, start: Any, end: Any) -> _Lives:
         """Return further lives, which no block has made."""
-        number = len(size)
-        no = np.zeros(number, dtype=bool)
-        start, end = np.asarray(start, float), np.asarray(end, float)
-        block = np.full(number, -1, dtype=np.int64)
-        kind = np.full(number, "", dtype="<U16")
-        return _Lives(
-            np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no
-        )
+        return _made(size, start, end)
 
     # --- weights, gradients and state ------------------------------------------------------
 

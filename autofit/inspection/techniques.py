@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from autofit import strategies
 from autofit.facts import Facts, Hardware
-from autofit.inspection.prediction import predictable, predicted_peak, predicted_slowdown
+from autofit.inspection.prediction import Predictor, predictable, predicted_slowdown
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.storage import State, Store, TrialRecord, script_path
@@ -65,9 +65,10 @@ def techniques(
 
     ``timeline``: a step of the script as it is.
     """
-    as_it_is = predicted_peak(Plan(), timeline, facts)
+    predictor = Predictor(timeline, facts)
+    as_it_is = predictor.peak(Plan())
     found = [
-        _technique(plan, timeline, facts, measured, as_it_is, cuda=hardware.device == "cuda")
+        _technique(plan, predictor, facts, measured, as_it_is, cuda=hardware.device == "cuda")
         for plan in single_plans(facts, hardware)
     ]
     useful = [each for each in found if each.freed > LEAST * as_it_is]
@@ -76,7 +77,7 @@ def techniques(
 
 def _technique(
     plan: Plan,
-    timeline: Timeline,
+    predictor: Predictor,
     facts: Facts,
     measured: Measured,
     as_it_is: float,
@@ -84,7 +85,7 @@ def _technique(
     cuda: bool,
 ) -> Technique:
     """``cuda``: whether it is a GPU, of which the priors of step times come."""
-    predicted = int(as_it_is - predicted_peak(plan, timeline, facts))
+    predicted = int(as_it_is - predictor.peak(plan))
     neutral, own = measured.get(Plan()), measured.get(plan)
     slowdown: float | None = predicted_slowdown(plan, facts) if cuda else None
     freed = predicted

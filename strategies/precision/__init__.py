@@ -53,6 +53,7 @@ class Precision(Strategy):
             summary="fp32 matrix products on TF32 tensor cores",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.35,
+            products="tf32",
             settings={"trainer": Setting(fields={"tf32": True})},
         ),
         Level(
@@ -60,6 +61,7 @@ class Precision(Strategy):
             summary="bfloat16 autocast",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.2,
+            products="half",
             keeps=0.6,
             autocast="bfloat16",
             settings={
@@ -77,6 +79,7 @@ class Precision(Strategy):
             summary="float16 autocast with loss scaling inside the root",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.21,
+            products="half",
             keeps=0.6,
             autocast="float16",
             settings={

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from autofit.facts import Facts, Hardware, RootFacts
 from autofit.inspection.cards import Card
 from autofit.inspection.check import Check, Grown
 from autofit.inspection.explanation import Explanation
+from autofit.inspection.fitting import CardFit, Fit, FittingPlan
 from autofit.inspection.techniques import Basis, Technique
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
 from autofit.worker.records.inspection import (
     Growth,
+    Guess,
     Inspected,
     Kind,
     Moment,
@@ -101,6 +104,29 @@ def explanation() -> Explanation:
             Card(name="L4", size=22 * GIB, plan=Plan()),
         ),
         follows_leaks=True,
+    )
+
+
+def fit() -> Fit:
+    """Return a fit on two cards, the smaller of which needs a change, with two guesses."""
+    told = explanation()
+    whole = FittingPlan(
+        plan=Plan(), peak=620 * MIB, kinds={"weights": 40 * MIB, "context": 580 * MIB}, margin=-MIB
+    )
+    bf16 = replace(whole, plan=Plan.of({"precision": "bf16"}), peak=600 * MIB, margin=19 * MIB)
+    guesses = (
+        Guess(place=PLACE, count=2, decides=True),
+        Guess(place=None, count=1, decides=False),
+    )
+    return Fit(
+        script=SCRIPT,
+        facts=told.facts,
+        inspected=replace(told.inspected, guesses=guesses),
+        cards=(
+            CardFit(name="T4", budget=619 * MIB, as_it_is=whole, plan=bf16, fastest=(bf16.plan,)),
+            CardFit(name="V100", budget=619 * MIB, as_it_is=whole, plan=None, fastest=()),
+        ),
+        stopped="",
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from autofit.facts import Facts, RootFacts
 from autofit.inspection.launches import Target, inspect
-from autofit.inspection.prediction import predictable, predicted_peak
+from autofit.inspection.prediction import Predictor, predictable
 from autofit.plan import Plan
 from autofit.worker.records.inspection import Inspection, Kind, Life, Timeline
 from autofit.worker.records.trials import Script
@@ -92,7 +92,7 @@ def timeline() -> Timeline:
     ids=str,
 )
 def test_the_replay_of_a_step(levels: dict[str, str], peak: float) -> None:
-    assert predicted_peak(Plan.of(levels), timeline(), FACTS) == pytest.approx(peak, abs=0.5)
+    assert Predictor(timeline(), FACTS).peak(Plan.of(levels)) == pytest.approx(peak, abs=0.5)
 
 
 @pytest.mark.quick
@@ -165,7 +165,7 @@ FIVE = (
 def test_predicted_savings_are_within_15_per_cent_of_measured_ones(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRANSFORMER)
     script = Script(target="train.py", cwd=os.fspath(tmp_path))
-    target = Target.on_this_machine(script, memory=1 << 30)
+    target = Target.on(script, memory=1 << 30)
     whole = inspect(target, Plan(), Inspection()).inspected
     assert whole is not None
     assert whole.plain is not None
@@ -178,5 +178,5 @@ def test_predicted_savings_are_within_15_per_cent_of_measured_ones(tmp_path: Pat
         assert found is not None
         assert found.plain is not None, levels
         saved = whole.plain.allocated - found.plain.allocated
-        predicted = whole.plain.allocated - predicted_peak(plan, whole.timeline, facts)
+        predicted = whole.plain.allocated - Predictor(whole.timeline, facts).peak(plan)
         assert predicted == pytest.approx(saved, rel=0.15), levels

@@ -164,6 +164,32 @@ class PlainSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a GPU has to do in one optimizer step."""
+
+    products: float = 0.0
+    """Floating-point operations of matrix products, convolutions and attention in float32."""
+    half_products: float = 0.0
+    """Those in 16 bits."""
+    traffic: float = 0.0
+    """Bytes that the other operations read and write."""
+    launches: int = 0
+    """Kernels that the host launches, each operation counted once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """A line that reads numbers which a fake GPU does not know."""
+
+    place: Place | None
+    """The line of the user's own code, if known."""
+    count: int
+    """How often it did."""
+    decides: bool
+    """Whether it was a condition: the script may take another path on a real GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspected:
     """The result of an inspection."""
 
@@ -183,3 +209,7 @@ class Inspected:
     """Whether the script compiles a model, which ran uncompiled."""
     requested: int | None = None
     """Bytes that the allocation requested that failed; ``None`` if none did."""
+    work: Work | None = None
+    """Of the last followed step on a fake GPU."""
+    guesses: tuple[Guess, ...] = ()
+    """The numbers that a fake GPU did not know, the most frequent first."""

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 from enum import StrEnum
 
-from autofit.facts import Bandwidth, Facts
+from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.records import medians
@@ -651,6 +651,8 @@ class LaunchRequest:
     """
     inspection: Inspection | None = None
     """Given if the launch is to find out what holds the memory under its only plan."""
+    fake_gpu: Hardware | None = None
+    """The card that the process is to believe in: nothing is computed, and nothing allocated."""
 
     @property
     def given(self) -> tuple[Plan, ...]:

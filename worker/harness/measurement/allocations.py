@@ -391,6 +391,11 @@ class AllocationLog(TorchDispatchMode):
             if isinstance(each, torch.Tensor) and (found := self._allocation(each)) is not None:
                 found.returned = True
 
+    def note_failure(self, operation: str = "") -> None:
+        """Note that an operation, or the script, has raised an error."""
+        held = self._total()
+        self.failed = Operation(self.now, operation, self._phase(), self.step, held, held, 0)
+
     def all(self) -> list[Allocation]:
         """Return what existed since ``measure`` was called."""
         return [*self.existing(), *self._ended]
@@ -409,16 +414,14 @@ class AllocationLog(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._stop is None or os.getpid() != self._pid:
-            return func(*args, **kwargs)
+        if self._stop is None or os.getpid() != self._pid or func.namespace == "prim":
+            return func(*args, **kwargs)  # ``prim``: fake tensors are asked for their device
         before = self._before()
         self.now += 1
         try:
             output = func(*args, **kwargs)
         except Exception:
-            name = func.overloadpacket.__name__
-            phase, held = self._phase(), self._total()
-            self.failed = Operation(self.now, name, phase, self.step, held, held, 0)
+            self.note_failure(func.overloadpacket.__name__)
             raise
         name = func.overloadpacket.__name__
         self._note(name, args, kwargs, output)

@@ -19,6 +19,7 @@ from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.support.bitsandbytes import SMALL
 from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.fake_gpu.card import FakeGpu
 from autofit.worker.harness.measurement import leaks
 from autofit.worker.harness.measurement.allocations import (
     AllocationLog,
@@ -44,7 +45,14 @@ from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import classify
-from autofit.worker.records.inspection import Inspected, Inspection, Kind, PlainSteps
+from autofit.worker.records.inspection import (
+    Guess,
+    Inspected,
+    Inspection,
+    Kind,
+    PlainSteps,
+    Work,
+)
 from autofit.worker.records.trials import (
     Finished,
     LaunchRequest,
@@ -62,8 +70,16 @@ class InspectedRun(Session):
     as in a trial: they give the peak with which the followed memory is compared.
     """
 
-    def __init__(self, request: LaunchRequest, reporter: Reporter, meter: Meter) -> None:
+    def __init__(
+        self,
+        request: LaunchRequest,
+        reporter: Reporter,
+        meter: Meter,
+        fake_gpu: FakeGpu | None = None,
+    ) -> None:
+        """``fake_gpu``: where the script runs, if the card is not here."""
         assert request.inspection is not None, "it is asked for"
+        self._fake_gpu = fake_gpu
         super().__init__(meter, ranks=request.ranks, phases=reporter.phases)
         self.index = 0
         self.over = False
@@ -112,7 +128,12 @@ class InspectedRun(Session):
 
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a trial's policy."""
-        return RunPolicy(strict=True, may_run_whole=False, whole_fits=lambda: True)
+        return RunPolicy(
+            strict=True,
+            may_run_whole=False,
+            whole_fits=lambda: True,
+            compares=self._fake_gpu is None,
+        )
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan."""
@@ -148,6 +169,11 @@ class InspectedRun(Session):
         self._log.detach()
         super().describe_uncalled_model(error)
         self._send_failed(classify(error).requested)
+
+    def script_failed(self) -> None:
+        """Report what the script holds, in which a fake GPU could not follow it further."""
+        self._log.note_failure()
+        self._send_failed(None)
 
     def call_begins(self) -> None:
         """Notice that a forward pass begins."""
@@ -239,19 +265,29 @@ class InspectedRun(Session):
             self.reads.stop()
             if self._followed == self._asked_for.steps:
                 self._summarize()
+                if not self._asked_for.plain:
+                    self._end()
                 self._begin_plain()
             else:
                 self._step_began = self._log.now + 1
+                self._work_begins()
         self._clock = time.perf_counter()
 
     def _begin_following(self) -> None:
         self._followed = 0
         self._batches.again(self.facts.calls_per_step)
-        self.meter.release()
+        if self._fake_gpu is None:  # else its cache is that of a script without autofit
+            self.meter.release()
         self._mark_weights()
         self._backwards.clear()
         self._step_began = self._log.now + 1
+        self._work_begins()
         self._log.measure()
+
+    def _work_begins(self) -> None:
+        """Count the work of a fake GPU from now on."""
+        if self._fake_gpu is not None:
+            self._fake_gpu.mode.work = Work()
 
     def _begin_plain(self) -> None:
         self._seconds.clear()
@@ -328,6 +364,7 @@ class InspectedRun(Session):
             growths=growths,
             snapshot=self._snapshot(),
             uncompiled=self._compiles,
+            work=None if self._fake_gpu is None else self._fake_gpu.mode.work,
         )
         self._log.detach()
 
@@ -337,11 +374,12 @@ class InspectedRun(Session):
         return accelerator.recorded_allocations()
 
     def _plain(self) -> PlainSteps | None:
-        if not self._seconds:
+        if not self._seconds and self._asked_for.plain:
             return None
         peak = self.meter.peak()
+        followed = self._result.moments[0].peak if self._fake_gpu and self._result else 0
         return PlainSteps(
-            allocated=peak.allocated,
+            allocated=max(peak.allocated, followed),
             reserved=peak.reserved,
             device=peak.device,
             seconds=tuple(self._seconds),
@@ -355,7 +393,11 @@ class InspectedRun(Session):
             self._summarize()
         if self._result is not None:
             self._sent = True
-            self._reporter.send(replace(self._result, plain=self._result.plain or self._plain()))
+            plain = self._result.plain or self._plain()
+            self._reporter.send(replace(self._result, plain=plain, guesses=self._guesses()))
+
+    def _guesses(self) -> tuple[Guess, ...]:
+        return () if self._fake_gpu is None else self._fake_gpu.guesses()
 
     def _send_failed(self, requested: int | None) -> None:
         """Send what held the memory when an allocation failed."""
@@ -367,10 +409,16 @@ class InspectedRun(Session):
             self._mark_state(optimizer)
         moment = failed_moment(self._log)
         self._log.detach()
-        if moment is not None:
+        if moment is not None and (moment.peak or self._fake_gpu is None):
             self._sent = True
             self._reporter.send(
-                Inspected(moments=(moment,), plain=None, steps=self.steps, requested=requested or 0)
+                Inspected(
+                    moments=(moment,),
+                    plain=None,
+                    steps=self.steps,
+                    requested=requested or 0,
+                    guesses=self._guesses(),
+                )
             )
 
     def _end(self) -> NoReturn:

@@ -37,6 +37,7 @@ from autofit.worker.records.trials import (
 )
 
 if TYPE_CHECKING:
+    from autofit.worker.harness.fake_gpu.card import FakeGpu
     from autofit.worker.harness.measurement.inspection import InspectedRun
     from autofit.worker.harness.measurement.trial import Trial
     from autofit.worker.harness.ranks.group import RankGroup
@@ -56,6 +57,7 @@ class ScriptLifecycle:
         self._started = started
         self._session: Trial | InspectedRun | RealRun | None = None
         self._group: RankGroup | None = None
+        self._fake_gpu: FakeGpu | None = None
 
     def wait_for_torch(self) -> None:
         """Start the session as soon as the script has imported torch."""
@@ -100,6 +102,8 @@ class ScriptLifecycle:
             if self._reporter.rank and self._session.roots:
                 # The leading rank may be killed before it reports what all have learned.
                 self._reporter.send(Learned(facts=self._session.facts))
+        if self._fake_gpu is not None and self._session is not None:
+            self._session.script_failed()
         frames.strip_our_frames(error)
         text = _traceback_text(error)
         if isinstance(error, Refused):
@@ -147,6 +151,11 @@ class ScriptLifecycle:
 
     def _start(self) -> None:
         self._connect()
+        if self._spec.request.fake_gpu is not None:
+            from autofit.worker.harness.fake_gpu.card import FakeGpu
+
+            self._fake_gpu = FakeGpu(self._spec.request.fake_gpu)
+            self._fake_gpu.attach()
         if self._spec.mode == "run":
             from autofit.worker.harness.session.real_run import RealRun
 
@@ -155,7 +164,9 @@ class ScriptLifecycle:
             from autofit.worker.harness.measurement.inspection import InspectedRun
 
             seed_everything()
-            self._session = InspectedRun(self._spec.request, self._reporter, self._meter)
+            self._session = InspectedRun(
+                self._spec.request, self._reporter, self._meter, self._fake_gpu
+            )
         else:
             from autofit.worker.harness.measurement.trial import Trial
 

@@ -99,7 +99,9 @@ class HarnessRoot:
         self.batch_dim = 0
         """The dimension of the arguments that is the batch."""
         self.proof = ProofRecord(evidence)
-        self.verifies = self._policy.verifies or not self.proof.evidence.knows_root()
+        self.verifies = self._policy.compares and (
+            self._policy.verifies or not self.proof.evidence.knows_root()
+        )
         """New kinds of calls are verified; else they run whole."""
         """What the checks of this root have found."""
         self._watch = ModuleWatch(self._outer)

@@ -33,6 +33,8 @@ class RunPolicy:
     verifies: bool = True
     """New kinds of calls are verified. A real run does not, if an earlier process has verified
     something of the root: such calls run whole."""
+    compares: bool = True
+    """The model's outputs can be compared. Those of a fake GPU have no numbers."""
     rescues_evaluation: bool = False
     """Calls without gradients run in parts where they do not fit, under any plan."""
     standby: Standby | None = None

@@ -231,6 +231,9 @@ class Session:
     def learned(self) -> None:
         """Notice that ``facts`` has changed."""
 
+    def script_failed(self) -> None:
+        """Notice that the script ends by an error."""
+
     def describe_uncalled_model(self, error: BaseException) -> None:
         """Learn the facts of a model that ran out of memory before its first call."""
         if not self.roots and (found := uncalled_model.facts_of(error)) is not None:

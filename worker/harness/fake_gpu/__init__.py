@@ -1,0 +1,1 @@
+"""Lets a script run as if on a GPU, on a machine without one: nothing is computed or allocated."""
