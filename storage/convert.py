@@ -36,6 +36,7 @@ from autofit.storage.searches import (
     SearchRecord,
     SearchState,
     Submission,
+    TokenRecord,
 )
 from autofit.worker.records.phases import Seconds
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
@@ -297,6 +298,11 @@ def search_record(row: models.Search, *, waits_for: str = "") -> SearchRecord:
 def notice_record(row: models.Notice) -> NoticeRecord:
     """Return the record of a notice's row."""
     return NoticeRecord(id=row.id, kind=row.kind, content=table(row.content, "content"))
+
+
+def token_record(row: models.Token) -> TokenRecord:
+    """Return the record of a row of a token."""
+    return TokenRecord(id=row.id, user=row.user, created=row.created, expires=row.expires)
 
 
 def audit_record(row: models.Audit) -> AuditRecord:

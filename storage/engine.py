@@ -32,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from autofit.exceptions import StorageError, UsageError
 from autofit.storage.url import DEFAULT, to_url, without_password
 
-HEAD = "0015"
+HEAD = "0016"
 """The newest revision in ``migrations/versions``."""
 
 VERSION_TABLE = "autofit_alembic_version"

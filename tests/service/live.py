@@ -72,6 +72,7 @@ OF_RAY = (
     *("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray.util.client.server"),
 )
 """Words in the command lines of Ray's own processes."""
+OF_THE_SERVICE = (" serve ", "autofit.service.supervisor")
 START = 180.0
 """Seconds within which a service has to answer; it takes some ten on an idle machine."""
 
@@ -181,7 +182,8 @@ class LiveService:
         return [
             line
             for line in self.processes()
-            if " serve " not in line and not any(word in line for word in OF_RAY)
+            if not any(word in line for word in OF_THE_SERVICE)
+            and not any(word in line for word in OF_RAY)
         ]
 
     def stop(self) -> subprocess.CompletedProcess[str]:
