@@ -166,16 +166,21 @@ class LiveService:
 
     def processes(self) -> list[str]:
         """Return the command lines of the processes that the service has started, and its own."""
-        mark = f"TMPDIR={self.environment['TMPDIR']}"
-        found = []
+        return [line for _, line in self._all() if line]
+
+    def found(self, word: str) -> list[psutil.Process]:
+        """Return those of these processes whose command line begins with a path or word of it."""
+        return [each for each, line in self._all() if word in line.partition(" ")[0]]
+
+    def _all(self) -> list[tuple[psutil.Process, str]]:
+        mark, found = self.environment["TMPDIR"], []
         for process in psutil.process_iter():
             try:
-                environment = process.environ()
-                if f"TMPDIR={environment.get('TMPDIR')}" == mark and process.is_running():
-                    found.append(" ".join(process.cmdline()))
+                if process.environ().get("TMPDIR") == mark and process.is_running():
+                    found.append((process, " ".join(process.cmdline())))
             except psutil.Error:
                 continue
-        return [line for line in found if line]
+        return found
 
     def orphans(self) -> list[str]:
         """Return the processes that are neither Ray's nor the service."""
