@@ -25,7 +25,7 @@ from autofit.units import format_size
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.guard import SLACK, who
-from autofit.worker.meter import build, nvml
+from autofit.worker.meter import build
 
 _OVERLAY = """
 import sys
@@ -135,7 +135,7 @@ def _torch(device: str) -> Iterator[Finding]:
         yield Finding(name="torch", ok=False, text=f"cannot be imported: {error}")
         return
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    sees = torch.cuda.device_count() if torch.version.cuda else 0
+    sees = torch.accelerator.device_count()
     text = f"{torch.__version__}, built for {built}, sees {sees} GPUs"
     if device == "cuda" and not sees:
         text += ": the driver has some, so this torch or its CUDA version does not fit the driver"
@@ -144,12 +144,12 @@ def _torch(device: str) -> Iterator[Finding]:
 
 def _driver(cards: tuple[meter.Card, ...]) -> Iterator[Finding]:
     try:
-        text, ok = f"driver {nvml.driver_version()}", True
+        text, ok = f"driver {meter.driver_version()}", True
     except WorkerError as error:
         text, ok = str(error), False
     yield Finding(name="NVML", ok=ok, text=text)
     if not cards:
-        hidden = f"{nvml.VISIBLE} shows none" if nvml.visible() is not None else "none"
+        hidden = f"{meter.VISIBLE} shows none" if meter.visible() is not None else "none"
         text = f"{hidden}: searches use the CPU"
         yield Finding(name="GPUs", ok=False, text=text)
 

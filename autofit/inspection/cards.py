@@ -20,7 +20,7 @@ CARDS: tuple[tuple[str, float], ...] = (
     ("H200", 139.8),
     ("B200", 178.3),
 )
-"""Names and the GiB that ``torch.cuda.get_device_properties`` reports of them, the smallest first.
+"""Names and the GiB that torch reports of them, the smallest first.
 
 NVIDIA's data sheets name round sizes; the driver and error correction keep some of that memory.
 """

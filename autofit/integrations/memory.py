@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 
 import psutil
-import torch
 
+from autofit.worker.meter import accelerator
 from autofit.worker.oom import survived
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ class MemoryLog:
         - ``autofit/rescues``: out-of-memory errors after which ``autofit run`` or
           ``@autofit.resilient`` went on.
         """
-        peak, left = _on_gpu() if torch.cuda.is_initialized() else _on_cpu()
+        peak, left = _on_gpu() if accelerator.started() else _on_cpu()
         return {
             "autofit/peak_gib": peak / GIB,
             "autofit/headroom_gib": left / GIB,
@@ -39,12 +39,9 @@ class MemoryLog:
 
 def _on_gpu() -> tuple[int, int]:
     """Return the peak and the headroom of the current GPU, in bytes."""
-    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    free, total = torch.cuda.mem_get_info()
-    share = torch.cuda.get_per_process_memory_fraction()
-    return torch.cuda.max_memory_reserved(), (
-        min(free, max(0, int(share * total) - reserved)) + reserved - allocated
-    )
+    reserved, (free, _) = accelerator.reserved(), accelerator.free_and_total()
+    left = min(free, max(0, accelerator.usable() - reserved))
+    return accelerator.most_reserved(), left + reserved - accelerator.allocated()
 
 
 def _on_cpu() -> tuple[int, int]:

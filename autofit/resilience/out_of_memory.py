@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from autofit.worker.meter import accelerator
 from autofit.worker.meter.base import NEAR
 from autofit.worker.meter.cpu import ShimMeter
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
@@ -46,8 +47,8 @@ def diagnose(error: BaseException, watch: AllocationWatch) -> Diagnosis:
 
 def tensor_bytes() -> int | None:
     """Return the bytes of all tensors on the current device; ``None`` if they are not counted."""
-    if torch.cuda.is_initialized():
-        return int(torch.cuda.memory_allocated())
+    if accelerator.started():
+        return accelerator.allocated()
     shim = _shim()
     return None if shim is None else shim.current()
 
@@ -61,23 +62,23 @@ def free_memory(error: BaseException | None = None) -> None:
         free_frames(error)
     gc.collect()
     torch.clear_autocast_cache()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if accelerator.started():
+        accelerator.synchronize()
         gc.collect()  # kernels that ended only now may have kept objects alive
-        torch.cuda.empty_cache()
+        accelerator.empty_cache()
 
 
 def _refused() -> int:
     """Return how many allocations the device's allocator has refused so far."""
-    if torch.cuda.is_initialized():
-        return int(torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0))
+    if accelerator.started():
+        return accelerator.refused()
     shim = _shim()
     return 0 if shim is None else shim.refused()
 
 
 def _full() -> bool:
     """Return whether the device is nearly full; always False on the CPU."""
-    if torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
+    if accelerator.started():
+        free, total = accelerator.free_and_total()
         return free < (1 - NEAR) * total
     return False

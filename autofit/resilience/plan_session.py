@@ -22,6 +22,7 @@ from autofit.worker import meter
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
+from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import OutOfMemory
 
 log = logging.getLogger("autofit.resilient")
@@ -31,7 +32,7 @@ class PlanSession(Session):
     """Applies one plan to one model and its optimizer, until ``end``."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer | None) -> None:
-        super().__init__(meter.for_device("cuda" if torch.cuda.is_available() else "cpu"))
+        super().__init__(meter.for_device(accelerator.device()))
         self.refusal: tuple[str, str, str] | None = None
         """Strategy, level and reason of the technique that was refused, if any."""
         self._plan = plan
@@ -83,4 +84,4 @@ def precision(level: str, device: str | None) -> AbstractContextManager[Any]:
     if level == "tf32":
         return tf32.switched(True)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
-    return torch.autocast(device or ("cuda" if torch.cuda.is_available() else "cpu"), dtype=dtype)
+    return torch.autocast(device or accelerator.device(), dtype=dtype)

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from autofit.worker.meter import accelerator
+
 PATIENCE = 60.0
 """Seconds that a rank whose attempt failed waits for the other ranks."""
 
@@ -93,8 +95,8 @@ class Ranks:
         NCCL cannot free a rank that waits for others to join a communicator. If two ranks report
         the same GPU, the function has not chosen its GPU yet, and no communicator is made.
         """
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._store.set(f"gpu/{self._rank}", str(torch.cuda.get_device_properties(device).uuid))
+        device = torch.device(accelerator.device(), torch.accelerator.current_device_index())
+        self._store.set(f"gpu/{self._rank}", accelerator.uuid())
         keys = [f"gpu/{rank}" for rank in range(self._size)]
         self._store.wait(keys, timedelta(seconds=FINISHED_PATIENCE))
         if len({self._store.get(key) for key in keys}) == self._size:

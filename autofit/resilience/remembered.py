@@ -18,6 +18,7 @@ from autofit.storage import FittedKey, default_url
 from autofit.storage.url import exists
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
+from autofit.worker.meter import accelerator
 from autofit.worker.meter.cpu import ShimMeter
 
 log = logging.getLogger("autofit.resilient")
@@ -96,10 +97,8 @@ class Memory:
 
 def _device() -> tuple[str, int]:
     """Return the name of the device, and the bytes of its memory that this process may use."""
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        share = torch.cuda.get_per_process_memory_fraction()
-        return str(properties.name), int(properties.total_memory * share)
+    if accelerator.device() != "cpu":
+        return accelerator.name(), accelerator.usable()
     hardware = meter.hardware("cpu")
     shim = ShimMeter.loaded()
     return hardware.name, (shim.capacity if shim else None) or hardware.total_bytes

@@ -30,7 +30,6 @@ from autofit.worker.cluster.rank_hosts import Placed, reserved
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.environment import TRACKERS_OFF, launched, under
 from autofit.worker.launch.tasks import Hosts, RankTask, tasks
-from autofit.worker.meter.nvml import VISIBLE
 from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
 from autofit.worker.records.trials import (
     ChildSpec,
@@ -261,7 +260,7 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
         return {}
     entries = [card.entry for card in cards[:ranks]]
     say(f"{len(cards)} GPUs are visible; the script sees {', '.join(entries)}, as searched")
-    return {VISIBLE: ",".join(entries)}
+    return {meter.VISIBLE: ",".join(entries)}
 
 
 def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:

@@ -81,5 +81,5 @@ def test_a_batch_of_which_a_part_fails_runs_whole_on_every_rank(runs: Runs) -> N
     whole, ranked = runs.of(plain), runs.of(plain.under({"ranks": "2"}))
     assert ranked.code == 0, ranked.errors
     assert_same_state(ranked.state, whole.state, TOLERANCE)
-    line = "every rank runs the whole of this batch: the model raises RuntimeError for a part of it"
+    line = "every rank runs the whole batch: the model raises RuntimeError for a part of it"
     assert line in ranked.errors

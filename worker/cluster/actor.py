@@ -25,8 +25,7 @@ from autofit.worker.launch.first import take
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import HARNESS, Control, launch
 from autofit.worker.launch.reaper import SESSION, Reaper
-from autofit.worker.meter import nvml
-from autofit.worker.meter.nvml import VISIBLE, Card
+from autofit.worker.meter import VISIBLE, Card
 from autofit.worker.records.trials import Answer, LaunchEvent, LaunchRequest, Script
 
 GOODBYE = 15.0
@@ -137,7 +136,7 @@ class Slot:
 
         cards: tuple[Card, ...] = ()
         if self._setting.device == "cuda":
-            cards = nvml.cards(self._environment)
+            cards = meter.measured_cards(self._environment)
             hardware, free = cards[0].hardware, min(card.free for card in cards)
         else:
             meter.require_cap("cpu")

@@ -19,8 +19,7 @@ from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.launch.first import First
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import HARNESS, start
-from autofit.worker.meter import nvml
-from autofit.worker.meter.nvml import VISIBLE
+from autofit.worker.meter import VISIBLE, measured_cards
 from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
 
 Happening = tuple[int, LaunchEvent | WorkerError]
@@ -291,7 +290,7 @@ class Pool:
         if not self._gpus:
             return
         need = len(self.slots) * self._gpus
-        self._cards = self._cards or [card.entry for card in nvml.cards(self._environment)]
+        self._cards = self._cards or [card.entry for card in measured_cards(self._environment)]
         if len(self._cards) < need:
             raise WorkerError(f"{need} GPUs are needed, {len(self._cards)} are visible here")
         self.labels = {slot: f"GPU {self._own(slot)}" for slot in self.slots}

@@ -19,7 +19,7 @@ from autofit.worker.cluster.pool import first_line
 from autofit.worker.cluster.remote_rank import RemoteHost, in_bundle
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.tasks import Hosts
-from autofit.worker.meter.nvml import VISIBLE
+from autofit.worker.meter import VISIBLE
 from autofit.worker.records.trials import Script
 
 READY = 60.0

@@ -15,7 +15,7 @@ from autofit.worker.cluster.pool import first_line
 from autofit.worker.cluster.rank_actor import RankActor, RankEnd
 from autofit.worker.launch.child import Message, Tail
 from autofit.worker.launch.reaper import SESSION
-from autofit.worker.meter.nvml import VISIBLE
+from autofit.worker.meter import VISIBLE
 from autofit.worker.oom.classifier import Kind, classify_exit
 from autofit.worker.records.trials import (
     LOST,

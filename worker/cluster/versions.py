@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from autofit._version import __version__
 from autofit.exceptions import WorkerError
-from autofit.worker.meter import nvml
+from autofit.worker import meter
 
 PACKAGES = ("torch", "accelerate", "bitsandbytes", "transformers", "optuna", "ray")
 """Packages whose versions a study stores with its results."""
@@ -36,7 +36,7 @@ def of_node() -> dict[str, str]:
     """Return ``versions`` and, if there is one, the version of the NVIDIA driver."""
     found = versions()
     with contextlib.suppress(WorkerError):
-        found[DRIVER] = nvml.driver_version()
+        found[DRIVER] = meter.driver_version()
     return found
 
 

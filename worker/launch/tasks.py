@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from autofit.exceptions import UsageError
+from autofit.worker import meter
 from autofit.worker.launch.child import Message, Tail
 from autofit.worker.launch.rank_environment import THREADS, environment, free_port
-from autofit.worker.meter import nvml
 from autofit.worker.records.trials import LOOPBACK, ChildSpec, Event, Meeting
 
 HASH_SEED = "PYTHONHASHSEED"
@@ -118,10 +118,10 @@ def _replicas(spec: ChildSpec, variables: Mapping[str, str], hosts: Hosts | None
     common = {THREADS: "1", HASH_SEED: str(seed), **variables}
     shown = [common] * count
     if spec.request.device == "cuda":
-        cards = nvml.cards(variables)
+        cards = meter.measured_cards(variables)
         if len(cards) < here:
             raise UsageError(f"{here} ranks need as many GPUs, and {len(cards)} are visible here")
-        shown[:here] = [{**common, nvml.VISIBLE: card.entry} for card in cards[:here]]
+        shown[:here] = [{**common, meter.VISIBLE: card.entry} for card in cards[:here]]
     return [
         RankTask(
             spec=replace(spec, rank=rank, meeting=meeting, scratch=_folder(spec.scratch, rank)),

@@ -15,9 +15,10 @@ from autofit.exceptions import UsageError, WorkerError
 from autofit.facts import Hardware
 from autofit.worker.meter import build, libcuda, nvml
 from autofit.worker.meter.base import CAP, Meter, Peak
-from autofit.worker.meter.nvml import Card, Holder
+from autofit.worker.meter.nvml import VISIBLE, Card, Holder, driver_version, visible
 
 __all__ = [
+    "VISIBLE",
     "Card",
     "Hardware",
     "Holder",
@@ -25,12 +26,15 @@ __all__ = [
     "Peak",
     "cards",
     "default_device",
+    "driver_version",
     "environment",
     "for_device",
     "forget",
     "free_bytes",
     "hardware",
+    "measured_cards",
     "require_cap",
+    "visible",
 ]
 
 DEVICES = ("cpu", "cuda")
@@ -56,6 +60,14 @@ def cards() -> tuple[Card, ...]:
         return nvml.cards()
     except WorkerError:
         return libcuda.cards()
+
+
+def measured_cards(variables: Mapping[str, str]) -> tuple[Card, ...]:
+    """Return the GPUs that are visible to a process with these environment variables.
+
+    Their memory is measured. Raises ``WorkerError`` if the driver does not answer.
+    """
+    return nvml.cards(variables)
 
 
 def hardware(device: str, index: int = 0) -> Hardware:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from autofit.strategies.base import Undo
 from autofit.worker.harness.torch_state import frames
-from autofit.worker.meter import Meter
+from autofit.worker.meter import Meter, accelerator
 
 PRODUCTS = frozenset(
     {
@@ -135,35 +135,24 @@ class Allocator(Protocol):
         """Set the peak to the present use."""
 
 
-class CudaAllocator:
-    """Counters of torch's caching allocator on the current GPU."""
-
-    def __init__(self) -> None:
-        self._index = torch.cuda.current_device()
-
-    def _stats(self, name: str) -> dict[str, int]:
-        # ``torch.cuda.memory_stats`` flattens the statistics, which takes longer than most kernels.
-        found: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self._index)[name]["all"]
-        return found
+class CachingAllocator:
+    """Counters of torch's caching allocator on the current accelerator."""
 
     def current(self) -> int:
         """Return what is given out now."""
-        return self._stats("allocated_bytes")["current"]
+        return accelerator.given_out()[0]
 
     def peak(self) -> int:
         """Return the most that was given out since the last ``reset``."""
-        return self._stats("allocated_bytes")["peak"]
+        return accelerator.given_out()[1]
 
     def rounding(self) -> int:
         """Return by how much the blocks given out are larger than requested."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._index)
-        return int(
-            stats["allocated_bytes"]["all"]["current"] - stats["requested_bytes"]["all"]["current"]
-        )
+        return accelerator.given_out()[2]
 
     def reset(self) -> None:
         """Set the peak to the present use."""
-        torch.cuda.reset_peak_memory_stats(self._index)
+        accelerator.reset_peak()
 
 
 @dataclass(slots=True, eq=False)
@@ -246,10 +235,10 @@ class ShimAllocator:
 
 
 def allocator_of(meter: Meter) -> Allocator | None:
-    """Return the allocator of the meter's device; ``None`` if CUDA has not started yet."""
+    """Return the allocator of the meter's device; ``None`` if it has not started yet."""
     if meter.device == "cpu":
         return ShimAllocator(meter)
-    return CudaAllocator() if torch.cuda.is_initialized() else None
+    return CachingAllocator() if accelerator.started() else None
 
 
 @dataclass(slots=True)

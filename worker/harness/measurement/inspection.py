@@ -19,7 +19,7 @@ from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
 from autofit.worker.harness.batch.layout import Batch
-from autofit.worker.harness.measurement import leaks, snapshot
+from autofit.worker.harness.measurement import leaks
 from autofit.worker.harness.measurement.allocations import (
     AllocationLog,
     Lines,
@@ -41,7 +41,7 @@ from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.meter import Meter
+from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import classify
 from autofit.worker.records.inspection import Inspected, Inspection, Kind, PlainSteps
@@ -99,7 +99,7 @@ class InspectedRun(Session):
         """Attach to torch, and follow all tensors from now on."""
         super().start()
         if self._asked_for.snapshot and self.meter.device == "cuda":
-            snapshot.record()
+            accelerator.record_allocations()
         self._reporter.send(PlanStarted(index=0))
         self._log.attach()
 
@@ -334,7 +334,7 @@ class InspectedRun(Session):
     def _snapshot(self) -> bytes | None:
         if not (self._asked_for.snapshot and self.meter.device == "cuda"):
             return None
-        return snapshot.taken()
+        return accelerator.recorded_allocations()
 
     def _plain(self) -> PlainSteps | None:
         if not self._seconds:

@@ -14,7 +14,7 @@ def before_cuda_starts(patches: Patches, wait: Callable[[], None]) -> None:
     """Call ``wait`` just before torch starts CUDA; do nothing in a torch without CUDA.
 
     Python code and torch's own (``torch/csrc/utils/device_lazy_init.cpp``) start CUDA with
-    ``torch.cuda._lazy_init``. That calls ``torch._C._cuda_init``, once, and holds a lock meanwhile.
+    its ``_lazy_init``. That calls ``torch._C._cuda_init``, once, and holds a lock meanwhile.
     Modules of torch have imported ``_lazy_init`` by name, so the inner function is replaced.
     """
 
@@ -35,4 +35,6 @@ def holds_context() -> bool:
     The driver is asked, which makes no context.
     """
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return has_context is not None and any(map(has_context, range(torch.cuda.device_count())))
+    return has_context is not None and any(
+        map(has_context, range(torch.accelerator.device_count()))
+    )

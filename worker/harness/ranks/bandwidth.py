@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autofit.facts import Bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
-from autofit.worker.meter import Meter
+from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
 
 MESSAGE = {"cuda": 64 << 20, "cpu": 8 << 20}
@@ -29,7 +29,7 @@ def measure(group: RankGroup, meter: Meter) -> Bandwidth | None:
     All ranks call it at the same time, and all get the same result: that of the slowest rank. The
     buffers are freed, and the peak of ``meter`` does not show them.
     """
-    started = meter.device == "cpu" or torch.cuda.is_initialized()
+    started = meter.device == "cpu" or accelerator.started()
     free = group.meet("the memory for a message", _free(meter) if started else 0)
     size = _size(MESSAGE[meter.device], min(free), group.size)
     if not size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,7 +22,9 @@ Kernel = Callable[..., torch.Tensor]
 class SharedStatistics:
     """Replaces ``torch.nn.functional.batch_norm`` inside the calls of one root."""
 
-    def __init__(self, patches: Patches) -> None:
+    def __init__(self, patches: Patches, module: nn.Module) -> None:
+        """``module``: the model; the statistics are kept by its BatchNorms."""
+        self._keepers = [weakref.ref(each) for each in module.modules() if _is_batch_norm(each)]
         self._together = False
         """The running call is divided among ranks."""
         self._by_sample = False
@@ -49,6 +52,18 @@ class SharedStatistics:
             yield
         finally:
             self._by_sample = before
+
+    def saved(self) -> Undo:
+        """Return what puts the kept statistics back as they are now."""
+        keepers = [each for held in self._keepers if (each := held()) is not None]
+        buffers = [buffer for each in keepers for buffer in each.buffers(recurse=False)]
+        copies = [buffer.clone() for buffer in buffers]
+
+        def restore() -> None:
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+        return restore
 
     def _wrap(self, plain: Kernel) -> Kernel:
         def batch_norm(
@@ -86,7 +101,11 @@ class SharedStatistics:
 
 def has_batch_norm(module: nn.Module) -> bool:
     """Return whether a model has a BatchNorm."""
-    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+    return any(map(_is_batch_norm, module.modules()))
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _fixed(input: torch.Tensor, running: torch.Tensor | None, default: float) -> torch.Tensor:

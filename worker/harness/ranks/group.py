@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
 from autofit.strategies.base import WeightShards
+from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import LOOPBACK, Meeting
 
 PATIENCE = timedelta(seconds=300)
@@ -195,7 +196,7 @@ def sharing(group: RankGroup | None, shards: WeightShards) -> RankGroup:
         raise Refused("there is one process, which keeps the whole weights")
     if not _of_one and dist.is_initialized():
         raise Refused(OWN_GROUP, "sharding")
-    return RankGroup.of_one("cuda" if torch.cuda.is_available() else "cpu")
+    return RankGroup.of_one(accelerator.device())
 
 
 def _connect(rank: int, size: int, store: Any, device: str, address: str = LOOPBACK) -> None:

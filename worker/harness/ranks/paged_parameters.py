@@ -30,6 +30,7 @@ from autofit.strategies.base import Undo
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.torch_state.host_saved import host_bytes
+from autofit.worker.meter import accelerator
 
 SHARE = 0.5
 """Share of the device that parameters may fill before the model is sharded.
@@ -322,8 +323,7 @@ class PagedParameters:
             self._undos.pop()()
         for page in self._pages.values():  # changes are no longer seen
             page.own, page.changed = None, True
-        if torch.cuda.is_initialized() and (empty := getattr(torch._C, "_host_emptyCache", None)):
-            empty()  # pinned memory would stay for ever
+        accelerator.empty_host_cache()  # pinned memory would stay for ever
 
     def _watch(self, wanted: bool) -> None:
         """Enter the dispatch mode or leave it, below the modes that the script has entered."""

@@ -10,8 +10,9 @@ wrappers around calls here, so that the script finds its modules as it made them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,10 +125,10 @@ class ShardedWeights:
             pages.settle()
         self._refuse_other_parameters()
         if layout is not None:
-            call = ShardedCall(shared, self, run, batch, layout, compared=compared)
-            if call.divides:
-                call.forward()
-                return call.outputs()
+            make = partial(ShardedCall, self)
+            found = shared.divided(run, batch, layout, compared=compared, make=make)
+            if isinstance(found, tuple):
+                return found[0]
         return self._run_whole(shared.group.size, run, batch)
 
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
@@ -327,8 +328,8 @@ class ShardedCall(SharedCall):
 
     def __init__(
         self,
-        root: DividedCalls,
         weights: ShardedWeights,
+        root: DividedCalls,
         run: Forward,
         batch: Batch,
         layout: Layout,
@@ -341,6 +342,9 @@ class ShardedCall(SharedCall):
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the gathered weights, with which the forward has run."""
+        return self._weights.gathered()
+
+    def _all_parameters(self) -> Sequence[torch.Tensor]:
         return self._weights.gathered()
 
     def _forward(self) -> tuple[list[Any], TreeSpec]:

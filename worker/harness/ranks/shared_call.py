@@ -8,7 +8,6 @@ so ``.grad`` never holds those of a slice. A term that the script adds to its lo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import AutofitError, Refused
-from autofit.strategies.base import Deferred, Forward
+from autofit.strategies.base import Deferred, Forward, Undo
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
 from autofit.worker.harness.batch.outputs import Gradients, Parts
@@ -33,7 +32,7 @@ from autofit.worker.harness.ranks.lockstep import (
     own_draws,
 )
 from autofit.worker.harness.ranks.reduction import Reductions
-from autofit.worker.harness.torch_state.graph import differentiated
+from autofit.worker.harness.torch_state.graph import differentiated, nodes_made
 from autofit.worker.harness.torch_state.modules import without_hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
@@ -44,6 +43,7 @@ from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
+UNKNOWN_GRAPH = "its autograd graph has another shape than those that were verified"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
 
 
@@ -69,6 +69,17 @@ class Owner(Protocol):
     def layout(self, batch: Batch) -> Layout:
         """Return how a call is divided; raise ``Refused`` if it cannot be."""
 
+    def unknown_graph(
+        self, layout: Layout, outputs: Sequence[Any], known: Sequence[torch.Tensor], nodes: int
+    ) -> str | None:
+        """Return the shape of the graph of a slice; ``None`` if it was verified.
+
+        ``known``: the parameters; ``nodes``: how many nodes the slice has made.
+        """
+
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
+        """Verify a layout on a call whose graph has a new ``shape``; raise ``Refused``."""
+
 
 class Sharded(Protocol):
     """Runs the calls of a root whose weights are sharded (``sharded_weights.ShardedWeights``)."""
@@ -83,6 +94,9 @@ class Sharded(Protocol):
         compared: bool,
     ) -> Any:
         """Run a training call, divided by ``layout`` or whole on every rank."""
+
+    def abandon_call(self) -> None:
+        """Forget a forward whose call runs again."""
 
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call without gradients."""
@@ -105,6 +119,8 @@ class DividedCalls:
         """Runs the calls if the plan shards the weights."""
         self.calls = 0
         """How many calls were divided."""
+        self.runs_slice = False
+        """A slice runs now, so no rank may decide alone what becomes of the call."""
         self._agreed: tuple[str | None, str] | None = None
         """What all ranks have found last: the layout, or the reason why there is none."""
 
@@ -114,22 +130,40 @@ class DividedCalls:
         return type(self.owner.module).__name__
 
     def divided(
-        self, run: Forward, batch: Batch, layout: Layout, *, compared: bool
-    ) -> tuple[Any] | None:
-        """Return the output of a call that is divided by ``layout``.
+        self,
+        run: Forward,
+        batch: Batch,
+        layout: Layout | None,
+        *,
+        compared: bool,
+        make: Callable[..., SharedCall] | None = None,
+    ) -> tuple[Any] | str:
+        """Return the output of a call that is divided by ``layout``, in a tuple.
 
-        Returns ``None`` if it must run whole. ``compared``: the ranks compare what they find in it.
+        Returns the reason if the call must run whole, empty if there is nothing to divide; then
+        nothing of it is left. A graph whose
+        shape was not verified is verified, such as that of a late term of the loss, and the slices
+        run again. ``compared``: the ranks compare what they find in the call. ``make``: returns
+        the call, by default a ``SharedCall``.
         """
-        call = SharedCall(self, run, batch, layout, compared=compared)
-        if not call.divides:
-            return None
-        start = RandomState.now()
-        failed = call.forward()
-        if not failed:
-            return (call.outputs(),)
-        start.restore()
-        warnings.warn(f"autofit: every rank runs the whole of this batch: {failed}", stacklevel=2)
-        return None
+        reason, restore = "", None
+        while layout is not None:
+            call = (make or SharedCall)(self, run, batch, layout, compared=compared)
+            if not call.divides:
+                return ""
+            again, restore = restore is not None, restore or self._state(layout)
+            reason, shape = call.forward()
+            if not reason and shape is None:
+                return (call.outputs(),)
+            restore()
+            if self.sharded is not None:
+                self.sharded.abandon_call()
+            if reason or again or shape is None:
+                return reason or UNKNOWN_GRAPH
+            find = partial(self.owner.verify_again, layout, batch, shape)
+            layout, reason = self._agreed_on(batch, find)
+            compared = True
+        return reason
 
     def layout(self, batch: Batch) -> tuple[Layout | None, str]:
         """Return the layout on which all ranks agree.
@@ -142,9 +176,12 @@ class DividedCalls:
         sizes = [batch.leaves[index].shape[0] for index in batched_arguments(batch, 0)[:1]]
         if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
             return None, ""
+        return self._agreed_on(batch, lambda: self.owner.layout(batch))
+
+    def _agreed_on(self, batch: Batch, find: Callable[[], Layout]) -> tuple[Layout | None, str]:
         layout, reason = None, ""
         try:
-            layout = self.owner.layout(batch)
+            layout = find()
             if not layout.fits(batch):
                 layout, reason = None, "the arguments do not all have the same number of samples"
         except Refused as refusal:
@@ -159,6 +196,21 @@ class DividedCalls:
             raise Refused("the ranks have found different ways to divide a call", "ranks")
         self._agreed = said[0] if alike else None
         return (layout, "") if lacking is None else (None, lacking)
+
+    def _state(self, layout: Layout) -> Undo:
+        """Return what puts back the generators, and all that a slice changes in the model."""
+        places = [(each, each.read()) for each in layout.updates]
+        generators = RandomState.now()
+        buffers = self.statistics.saved() if self.statistics is not None else None
+
+        def restore() -> None:
+            generators.restore()
+            for place, value in places:
+                place.write(value)
+            if buffers is not None:
+                buffers()
+
+        return restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,28 +280,39 @@ class SharedCall:
     def _cut(self) -> Cut:
         return self._cuts[self._root.group.rank]
 
-    def forward(self) -> str:
-        """Run this rank's slice; return why that of a rank failed, empty if none did.
+    def forward(self) -> tuple[str, str | None]:
+        """Run this rank's slice.
 
-        A slice may lack what its samples refer to, such as pictures in a list of their own. The
-        error is raised if forwards communicate or change state, or if plans are compared.
+        Returns why that of a rank failed, empty if none did, and the shape of the graph if it was
+        not verified. A slice may lack what its samples refer to, such as pictures in a list of
+        their own. The error is raised if forwards communicate or change state, or if plans are
+        compared.
         """
         self._root.calls += 1
         own: list[_Output] | str
+        shape = None
         try:
+            made = nodes_made()
             self._local, self._spec = self._forward()
             own = [_Output.of(each) for each in self._local]
+            shape = self._root.owner.unknown_graph(
+                self._layout, self._local, self._all_parameters(), nodes_made() - made
+            )
         except Exception as error:
             communicates = self._root.statistics is not None or self._root.sharded is not None
             alone = not (communicates or self._layout.updates)
             plain = classify(error).kind is Kind.NOT_OOM and not isinstance(error, AutofitError)
-            if self._root.owner.strict or not (alone and plain):
+            refused = isinstance(error, Refused) and error.strategy == "micro_batch"
+            if self._root.owner.strict or not (alone and (plain or refused)):
                 raise
-            own = f"the model raises {type(error).__name__} for a part of it: {error}"
+            own = str(error)
+            if plain:
+                own = f"the model raises {type(error).__name__} for a part of it: {error}"
             free_frames(error)
-        said = self._root.group.meet(f"a call of {self._root.name}", own)
-        self._said = [each for each in said if isinstance(each, list)]
-        return next((each for each in said if isinstance(each, str)), "")
+        said = self._root.group.meet(f"a call of {self._root.name}", (own, shape))
+        self._said = [each for each, _ in said if isinstance(each, list)]
+        failed = next((each for each, _ in said if isinstance(each, str)), "")
+        return failed, next((each for _, each in said if each is not None), None)
 
     def outputs(self) -> Any:
         """Return the outputs of the whole batch."""
@@ -278,11 +341,20 @@ class SharedCall:
         self._arguments = [leaves[index] for index in self._inputs]
         args, kwargs = self._batch.call(leaves)
         draws = own_draws(self._root.group) if self._layout.draws else nullcontext()
-        with self._together(), draws:
-            output = self._run(*args, **kwargs)
+        self._root.runs_slice = True
+        try:
+            with self._together(), draws:
+                output = self._run(*args, **kwargs)
+        finally:
+            self._root.runs_slice = False
         outputs, spec = flatten(output)
-        refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
+        if self._compared:
+            refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
         return outputs, spec
+
+    def _all_parameters(self) -> Sequence[torch.Tensor]:
+        """Return all parameters of the model, as its forward sees them."""
+        return list(self._root.owner.module.parameters())
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that get gradients in the model, as its forward sees them."""

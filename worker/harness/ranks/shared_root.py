@@ -49,7 +49,8 @@ class SharedRoot(DividedCalls):
     ) -> None:
         """``part`` returns what divides the calls of a submodule."""
         joins = has_batch_norm(owner.module)
-        super().__init__(owner, seams, group, SharedStatistics(seams.patches) if joins else None)
+        statistics = SharedStatistics(seams.patches, owner.module) if joins else None
+        super().__init__(owner, seams, group, statistics)
         self.parts = InnerRoots(owner.module, calls, part)
         self._comparisons = Comparisons()
         self._follows = False
@@ -96,8 +97,9 @@ class SharedRoot(DividedCalls):
             return self.sharded.call(self, run, batch, layout, compared=compared)
         if layout is not None:
             found = self.divided(run, batch, layout, compared=compared)
-            if found is not None:
+            if isinstance(found, tuple):
                 return found[0]
+            reason = found
         return self._whole(run, args, kwargs, reason, compared=compared)
 
     def _whole(self, run: Forward, args: Any, kwargs: Any, reason: str, *, compared: bool) -> Any:
@@ -139,7 +141,9 @@ class InnerRoots:
         self._undos: list[Undo] = [
             calls.wrap(each, self._around(each))
             for each in module.modules()
-            if each is not module and _count(each) >= max(1, LEAST * whole)
+            if each is not module
+            and not isinstance(each, nn.Embedding | nn.EmbeddingBag)  # a lookup is no work
+            and _count(each) >= max(1, LEAST * whole)
         ]
 
     @contextmanager
@@ -173,21 +177,21 @@ class InnerRoots:
                     return run(*args, **kwargs)
                 with self._trying(False):
                     found = self._call(held(), run, Batch.of(args, kwargs))  # type: ignore[arg-type]
-                return run(*args, **kwargs) if found is None else found[0]
+                return found[0] if isinstance(found, tuple) else run(*args, **kwargs)
 
             return call
 
         return wrapper
 
-    def _call(self, module: nn.Module, run: Forward, batch: Batch) -> tuple[Any] | None:
+    def _call(self, module: nn.Module, run: Forward, batch: Batch) -> tuple[Any] | str:
         part = self._parts.get(id(module))
         if part is None:
             part = self._parts[id(module)] = self._part(module)
-        layout, _ = part.layout(batch)
+        layout, reason = part.layout(batch)
         if layout is None:
-            return None
+            return reason
         found = part.divided(run, batch, layout, compared=self._compared)
-        if found is not None:
+        if isinstance(found, tuple):
             self._divided.append(module)
         return found
 

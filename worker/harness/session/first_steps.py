@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from autofit.facts import Facts, RootFacts
 from autofit.host import read
 from autofit.plan import Plan
@@ -21,7 +19,7 @@ from autofit.worker.harness.session.script_facts import batch_dimension_uncertai
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.verification.split_check import batched_arguments
-from autofit.worker.meter import Meter
+from autofit.worker.meter import Meter, accelerator
 from autofit.worker.records.trials import FirstSteps
 
 STEPS = 20
@@ -45,7 +43,7 @@ class _Totals:
 class FirstStepsMeter:
     """Measures a run's steps under ``plan``, from the end of step ``WARM_UP`` to ``STEPS``.
 
-    In between it records a CUDA event a step, or reads the clock on the CPU.
+    In between it notes a moment a step.
     """
 
     def __init__(self, plan: Plan, meter: Meter, seams: Seams) -> None:
@@ -58,7 +56,7 @@ class FirstStepsMeter:
         """Samples of each call since the last step; ``None`` if unknown."""
         self._samples: list[int] = []
         """Samples of each measured step, as far as known."""
-        self._ends: list[torch.cuda.Event | float] = []
+        self._ends: list[accelerator.Moment] = []
         """When each step has ended, from step ``WARM_UP`` on."""
         self._before: _Totals | None = None
 
@@ -78,21 +76,14 @@ class FirstStepsMeter:
             return None
         if self._before is None:
             self._meter.synchronize()
-            self._ends.append(self._now())
+            self._ends.append(accelerator.Moment())
             self._before = self._totals()
             return None
-        self._ends.append(self._now())
+        self._ends.append(accelerator.Moment())
         known = [each for each in calls if each is not None]
         if calls and len(known) == len(calls):
             self._samples.append(sum(known))
         return self._figures(self._before, facts) if self._steps == STEPS else None
-
-    def _now(self) -> torch.cuda.Event | float:
-        if self._meter.device != "cuda" or not torch.cuda.is_initialized():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _figures(self, before: _Totals, facts: Facts) -> FirstSteps:
         self._meter.synchronize()
@@ -101,7 +92,7 @@ class FirstStepsMeter:
         waits = (now.waits[each] - before.waits[each] for each in now.waits.keys() & before.waits)
         return FirstSteps(
             steps=self._steps,
-            step_seconds=tuple(_seconds(*pair) for pair in pairwise(self._ends)),
+            step_seconds=tuple(start.until(end) for start, end in pairwise(self._ends)),
             effective_batch=self._effective_batch(facts),
             peak_device=self._meter.peak().device,
             data_wait=(now.data - before.data) / wall,
@@ -130,7 +121,7 @@ class FirstStepsMeter:
         available = self._meter.available()
         if available is None:
             return 0
-        return max(0, torch.cuda.mem_get_info()[1] - available)
+        return max(0, accelerator.free_and_total()[1] - available)
 
 
 def _samples(facts: RootFacts, args: Any, kwargs: Any) -> int | None:
@@ -140,13 +131,6 @@ def _samples(facts: RootFacts, args: Any, kwargs: Any) -> int | None:
     if not batched or batch_dimension_uncertain(facts, batch):
         return None
     return int(batch.leaves[batched[0]].shape[0])
-
-
-def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """Return the seconds between the ends of two steps."""
-    if isinstance(start, float) or isinstance(end, float):
-        return float(end) - float(start)  # type: ignore[arg-type]  # both are readings of the clock
-    return float(start.elapsed_time(end)) / 1000
 
 
 def _cpu_waits() -> dict[str, float]:

@@ -28,7 +28,7 @@ from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
-from autofit.worker.meter import Meter
+from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom import survived
 from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import Kind, classify, classify_retries
@@ -336,7 +336,7 @@ class RealRun(Session):
 
     def _measure(self, first: FirstStepsMeter) -> None:
         """Measure a step of the first ones, and report them after the last; anew if a plan ends."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if accelerator.recording():
             self._first = None  # nothing may wait for the device while a CUDA graph is recorded
         elif first.plan != self.plan:
             self._first = self._first_steps()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -409,6 +409,8 @@ class HarnessRoot:
 
     def _in_one_piece(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call of a split root that cannot be split; rescue it if this session rescues."""
+        if self._shared is not None and self._shared.runs_slice:
+            raise Refused(reason, "micro_batch")  # all ranks must do so
         self._policy.tell_whole(reason)
         if self._policy.standby is None:
             return forward(*args, **kwargs)
@@ -456,6 +458,7 @@ class HarnessRoot:
         policy = replace(self._policy, strict=False, around_proof=around_proof)
         known = self.proof.evidence.of(module)
         root = HarnessRoot(module, self._seams, self._calls, self._on_shortage, known, policy)
+        root.verifies &= self.verifies
         statistics = self._shared.statistics if has_batch_norm(module) else None
         root._shared = DividedCalls(root, self._seams, self._shared.group, statistics)
         return root._shared
@@ -552,6 +555,21 @@ class HarnessRoot:
         if layout.draws and self._facts is not None and not self._facts.dropout:
             self._facts = replace(self._facts, dropout=True)
         return layout
+
+    def unknown_graph(
+        self, layout: Layout, outputs: Sequence[Any], known: Sequence[torch.Tensor], nodes: int
+    ) -> str | None:
+        """Return the shape of a call's graph; ``None`` if it was verified.
+
+        See ``Layouts.unknown_graph``.
+        """
+        if layout.kind is None:
+            return None
+        return self._layouts.unknown_graph(layout.kind, outputs, known, nodes)
+
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
+        """Verify a layout on a call whose graph has a new ``shape``; raise ``Refused``."""
+        return self._layouts.verify_again(layout.kind, batch, shape)
 
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted

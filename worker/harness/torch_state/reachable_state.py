@@ -36,6 +36,7 @@ from autofit.worker.harness.torch_state.state_kinds import (
     kind_of,
     value_of,
 )
+from autofit.worker.meter import accelerator
 
 MOST = 200_000
 """The most objects in a snapshot."""
@@ -672,8 +673,7 @@ def _is_lazy(module: nn.Module) -> bool:
 def _excluded() -> set[int]:
     """Return the ``id`` of each generator that ``RandomState`` restores."""
     found: list[Any] = [torch.default_generator, getattr(random, "_inst", None)]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found += torch.cuda.default_generators
+    found += accelerator.generators()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         found.append(getattr(numpy.mtrand, "_rand", None))
     return {id(each) for each in found if each is not None}

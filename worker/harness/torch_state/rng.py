@@ -12,18 +12,19 @@ from typing import Self
 import torch
 
 from autofit.strategies.support.draws import Draws
+from autofit.worker.meter import accelerator
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomState:
     """The state of the default generators: torch's, Python's and NumPy's.
 
-    It has torch's generator of the CPU and of every CUDA device in use.
+    It has torch's generator of the CPU and of every accelerator in use.
     """
 
     cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
-    """One state for each device; empty if CUDA is not in use."""
+    devices: tuple[torch.Tensor, ...]
+    """One state for each accelerator; empty if none is in use."""
     elsewhere: Draws | None
     """Python's and NumPy's generators, if they were looked at."""
 
@@ -32,7 +33,7 @@ class RandomState:
         """Save the state; without ``elsewhere`` only torch's generators, in 1 us instead of 30."""
         return cls(
             torch.get_rng_state(),
-            tuple(generator.get_state() for generator in _cuda_generators()),
+            tuple(generator.get_state() for generator in accelerator.generators()),
             Draws.now() if elsewhere else None,
         )
 
@@ -50,7 +51,7 @@ class RandomState:
     def restore(self) -> None:
         """Restore all generators to this state."""
         torch.set_rng_state(self.cpu)
-        for generator, state in zip(_cuda_generators(), self.cuda, strict=False):
+        for generator, state in zip(accelerator.generators(), self.devices, strict=False):
             generator.set_state(state)
         self.restore_elsewhere()
 
@@ -63,18 +64,13 @@ class RandomState:
         if not isinstance(other, RandomState):
             return NotImplemented
         return (
-            len(self.cuda) == len(other.cuda)
-            and all(map(torch.equal, self.cuda, other.cuda))
+            len(self.devices) == len(other.devices)
+            and all(map(torch.equal, self.devices, other.devices))
             and torch.equal(self.cpu, other.cpu)
             and self.elsewhere == other.elsewhere
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _cuda_generators() -> tuple[torch.Generator, ...]:
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.cuda.default_generators if in_use else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,8 @@ class Ambient:
 
     @classmethod
     def now(cls) -> Self:
-        """Save the state for the CPU, and for CUDA if it is available."""
-        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        """Save the state for the CPU, and for an accelerator if there is one."""
+        devices = dict.fromkeys(("cpu", accelerator.device()))
         return cls(
             tuple(
                 (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -117,4 +113,4 @@ class Ambient:
 
 def autocast_on() -> bool:
     """Return whether autocast is on for any device."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return any(map(torch.is_autocast_enabled, ("cpu", accelerator.device())))

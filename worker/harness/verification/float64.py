@@ -28,6 +28,7 @@ from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.torch_state.modules import moves_together
 from autofit.worker.harness.torch_state.rng import Ambient
 from autofit.worker.harness.verification.shifted_weights import Move, ShiftedWeights, changed, still
+from autofit.worker.meter import accelerator
 
 WIDER = {
     torch.float16: torch.float64,
@@ -72,8 +73,7 @@ def soon(module: nn.Module, forwards: float = 1.0) -> Iterator[None]:
     """
     begun = time.monotonic()
     yield
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    accelerator.synchronize()
     if time.monotonic() - begun > forwards * SLOW:
         _slow[id(module)] = module
         raise CannotRun(TOO_SLOW)
