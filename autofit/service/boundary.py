@@ -86,12 +86,14 @@ class Boundary:
         if path in PROBES:
             return ""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        await run_in_threadpool(self._users.check_site, host, origin)
-        if path in PUBLIC:
-            return ""
         given = request.headers.get("Authorization")
         if given is None and (token := _cookie(request.headers.get("Cookie", ""))):
             given = f"Bearer {token}"
+        if given is None and path not in PUBLIC and self._users.closed:
+            self._users.refuse(address_of(request))  # many strangers cost no thread and no query
+        await run_in_threadpool(self._users.check_site, host, origin)
+        if path in PUBLIC:
+            return ""
         user = await run_in_threadpool(self._users.user_of, given, address_of(request))
         if self._active[user] >= self._most:
             raise TooOften(1.0)

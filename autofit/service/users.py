@@ -8,6 +8,7 @@ import math
 import re
 import secrets
 from datetime import datetime
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from autofit.exceptions import UsageError
@@ -45,6 +46,8 @@ class Users:
         self._obstacle = obstacle
         self.apart = not (trusted or obstacle)
         """Whether each user's scripts run under a uid of their own."""
+        self.closed = False
+        """Whether a token was seen in the store; since then, every request needs one."""
 
     def check(self, host: str) -> None:
         """Raise ``UsageError`` if the service must not start on this address."""
@@ -66,20 +69,28 @@ class Users:
         if not names:
             self._rates.take(address)
             return getpass.getuser()
+        self.closed = True
         self._check_trust(names)
         kind, _, token = (authorization or "").partition(" ")
         bearer = bool(token) and kind.lower() == "bearer"
         user = self._queue.user_of(_digest(token.strip())) if bearer else None
         if user is None:
-            self._rates.take(address)
-            if token:
-                self._accounts.note("", "refused", "a token that is not valid", address)
-            raise Unauthorized(
-                "the request has no valid token: set AUTOFIT_TOKEN, or send the header"
-                " Authorization: Bearer TOKEN"
-            )
+            self.refuse(address, noted=bool(token))
         self._rates.take(f"user {user}")
         return user
+
+    def refuse(self, address: str, *, noted: bool = False) -> NoReturn:
+        """Raise ``Unauthorized`` for a request without a valid token, or ``TooOften``.
+
+        ``noted``: add a line to the audit trail.
+        """
+        self._rates.take(address)
+        if noted:
+            self._accounts.note("", "refused", "a token that is not valid", address)
+        raise Unauthorized(
+            "the request has no valid token: set AUTOFIT_TOKEN, or send the header"
+            " Authorization: Bearer TOKEN"
+        )
 
     def check_site(self, host: str, origin: str | None) -> None:
         """Raise ``OtherSite`` for a request that a page of another site made a browser send.
