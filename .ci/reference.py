@@ -366,7 +366,7 @@ def _sample(folder: Path, form: str, text: str) -> Sample:
         )
         found = expressed(form, result)
         assert found is not None, f"{form} carries every plan"
-        if strategy.name in found.strategies:
+        if found.carries(strategy, level):
             return "in part" if found.in_script else "yes"
         if strategy.name in found.by_hand:
             return found.told(strategy, level)
@@ -410,7 +410,7 @@ def storage() -> str:
 
 TABLES = """\
 The store holds the tables below and those of Optuna. The tables below are the record of every
-search. Optuna's tables are a copy that is written afterwards; no foreign key connects the two.
+search. Optuna's tables are a copy that is written afterwards and never read.
 The table `autofit_alembic_version` holds the version of this schema. [The how-to
 guides](../how-to/index.md) say how to choose a store."""
 

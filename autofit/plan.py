@@ -9,12 +9,19 @@ from typing import Self
 
 from autofit import strategies
 from autofit.exceptions import UsageError
-from autofit.strategies import AS_IS, Facts, Fidelity, Memory, Strategy
-from autofit.strategies.checkpointing import ALL
-from autofit.strategies.micro_batch import AUTO
-
-SPLITTING = ("micro_batch", "ranks", "sharding")
-"""Strategies that divide the batch, or weights; ``split_check`` verifies how."""
+from autofit.strategies import (
+    AS_IS,
+    AUTO,
+    Facts,
+    Fidelity,
+    Memory,
+    Number,
+    Strategy,
+    Waste,
+    counting,
+)
+from autofit.strategies.base import Shards
+from autofit.strategies.support.block_levels import ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,56 @@ class Plan:
     def replace(self, **levels: str) -> Self:
         """Return this plan with some levels changed."""
         return self.of(self.levels | levels)
+
+    def with_number(self, number: Number, level: str) -> Self:
+        """Return this plan with ``level`` as what it says of a ``number``: ``as_is`` for none."""
+        return self.replace(**{counting(number).name: level})
+
+    def level_of(self, number: Number) -> str:
+        """Return what this plan says of a ``number``: itself, ``auto``, ``as_is`` or a name."""
+        return self[counting(number).name]
+
+    @property
+    def splits(self) -> bool:
+        """Whether the model sees the batch in chunks, of a given size or of one to be found."""
+        return self.level_of(Number.SAMPLES) != AS_IS
+
+    @property
+    def chunk(self) -> int | None:
+        """The samples in the largest chunk; ``None`` for the whole batch, or if to be found."""
+        level = self.level_of(Number.SAMPLES)
+        return int(level) if level.isdecimal() else None
+
+    @property
+    def blocks(self) -> str:
+        """Which repeated blocks run again in backward: a level, such as ``"all"`` or ``"7"``."""
+        return self.level_of(Number.BLOCKS)
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that a single-process script is run as."""
+        level = self.level_of(Number.RANKS)
+        return 1 if level == AS_IS else int(level)
+
+    @property
+    def shards(self) -> Shards | None:
+        """How it shards what ranks would hold alike; ``None`` if it does not."""
+        return next((found for s, level in self if (found := s.level(level).shards)), None)
+
+    @property
+    def divides(self) -> bool:
+        """Whether it divides the batch or the weights: sums are then added in another order."""
+        return self.splits or self.ranks > 1 or self.shards is not None
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype in which autocast computes the forward, by torch's name; ``None``: as it is."""
+        return next((found for s, level in self if (found := s.level(level).autocast)), None)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether code is made for the model before its first step."""
+        return any(strategy.level(level).setup_seconds for strategy, level in self)
 
     def fidelity(self, facts: Facts | None = None) -> Fidelity:
         """Return the highest fidelity among the levels of this plan."""
@@ -133,13 +190,13 @@ class Plan:
         A search may find that the whole batch in one chunk is fastest. The plan stays the same if
         one of its levels needs a split, or if a batch is unknown.
         """
-        size = self["micro_batch"]
+        size = self.chunk
         sizes = [root.batch for root in facts.roots]
-        if not size.isdecimal() or not sizes:
+        if size is None or not sizes:
             return self
-        if any(each is None or self.samples(each) > int(size) for each in sizes):
+        if any(each is None or self.samples(each) > size for each in sizes):
             return self
-        plain = self.replace(micro_batch=AS_IS)
+        plain = self.with_number(Number.SAMPLES, AS_IS)
         levels = plain.levels
         return self if any(each.clashes(level, levels) for each, level in plain) else plain
 
@@ -149,12 +206,23 @@ class Plan:
         lost = [s.name for s, level in plan if s.clashes(level, plan.levels)]
         return plan.replace(**dict.fromkeys(lost, AS_IS))
 
+    def without_remedy(self, waste: Waste) -> Self:
+        """Return this plan without the levels that lower ``waste``."""
+        return type(self)(tuple((s.name, n) for s, n in self if s.remedies is not waste))
+
     @property
     def in_calls(self) -> Self:
-        """The levels that change calls of the model: no split, and nothing of optimizers."""
-        plain = Strategy.on_root
-        touching = ((s, level) for s, level in self if type(s).on_root is not plain)
-        return type(self)(tuple((s.name, v) for s, v in touching if s.name not in SPLITTING))
+        """The levels that change calls of the model: no split, and nothing of optimizers.
+
+        ``split_check`` verifies how levels divide the batch or the weights.
+        """
+        divided = (Number.SAMPLES, Number.RANKS)
+        touching = (
+            (s.name, level)
+            for s, level in self
+            if s.changes_models and s.number not in divided and s.level(level).shards is None
+        )
+        return type(self)(tuple(touching))
 
     @property
     def unsized(self) -> Self:
@@ -178,8 +246,7 @@ class Plan:
     @property
     def all_blocks(self) -> Self:
         """This plan with all blocks checkpointed in place of a number of them."""
-        number = self["checkpointing"].isdecimal()
-        return self.replace(checkpointing=ALL) if number else self
+        return self.with_number(Number.BLOCKS, ALL) if self.blocks.isdecimal() else self
 
     @property
     def open(self) -> bool:
@@ -197,9 +264,13 @@ class Plan:
 
         ``checkpointing``: a level of that strategy; ``None`` if it was not measured.
         """
-        numbers = {"micro_batch": str(micro_batch), "checkpointing": checkpointing or AUTO}
-        levels = ((name, numbers[name] if level == AUTO else level) for name, level in self.changes)
-        return self.of(dict(levels))
+        numbers = {Number.SAMPLES: str(micro_batch), Number.BLOCKS: checkpointing or AUTO}
+        return self.of(
+            {
+                s.name: numbers[s.number] if s.number and level == AUTO else level
+                for s, level in self
+            }
+        )
 
     def is_point_of(self, plan: Plan) -> bool:
         """Return whether this plan is ``plan`` with numbers in place of ``auto``."""

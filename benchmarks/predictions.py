@@ -21,11 +21,11 @@ import optuna
 import samplers
 from recorded import Grid
 
+from autofit.analysis.candidates import SearchState
 from autofit.analysis.cost_model import CostModel
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, TrialRecord
 from autofit.strategies import Facts
-from autofit.tuning.sampler import state_of
 
 SEEDS = 3
 """Searches of each grid under each budget."""
@@ -80,9 +80,9 @@ def of_grids() -> list[Error]:
         for budget in grid.budgets:
 
             def read(
-                study: optuna.Study, search: str = f"{name}, {budget}", of: Grid = grid
+                state: SearchState, search: str = f"{name}, {budget}", of: Grid = grid
             ) -> None:
-                state, expected = state_of(study), samplers.expected_of(of)
+                expected = samplers.expected_of(of)
                 for index, trial in enumerate(state.finished):
                     before = state.finished[:index]
                     found.extend(

@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -19,8 +20,8 @@ import numpy as np
 
 from autofit.plan import Plan
 from autofit.space.static_memory import Static
-from autofit.strategies import AS_IS, REGISTRY, Facts, Hardware, Memory, RootFacts, get
-from autofit.strategies.micro_batch import AUTO
+from autofit.storage import Owner, Purpose, State, TrialRecord
+from autofit.strategies import AS_IS, AUTO, REGISTRY, Facts, Hardware, Memory, RootFacts, get
 from autofit.worker.harness.measurement.sizes import Ask, roomier, solve
 from autofit.worker.records.trials import (
     HORIZON,
@@ -455,6 +456,24 @@ class Replay:
         key = zlib.crc32(repr(plan.changes).encode())
         draw = np.random.default_rng((self.seed, key, row.micro_batch))
         return float(np.exp(NOISE * draw.standard_normal()))
+
+
+def finished(report: TrialReport, number: int, budget: int) -> TrialRecord:
+    """Return the record of a finished trial, as a store would."""
+    return TrialRecord(
+        id=number,
+        study="recorded",
+        number=number,
+        purpose=Purpose.SEARCH,
+        state=State.FINISHED,
+        plan=report.plan,
+        launch=0,
+        owner=Owner.current(),
+        budget=budget,
+        versions={},
+        created=datetime.now(UTC),
+        report=report,
+    )
 
 
 @cache

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -30,17 +30,15 @@ from typing import Any
 
 import optuna
 from optuna.samplers import BaseSampler
-from optuna.trial import TrialState
 from recorded import (
-    H200,
     NOISE,
     STARTUP,
     WORKS,
     Grid,
     Replay,
-    Trial,
     best,
     expectations,
+    finished,
     load_all,
 )
 
@@ -48,14 +46,13 @@ from autofit.analysis.acquisition import Prospect, Situation, choose, prospects
 from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.pruning import waits_for_unsized
 from autofit.plan import Plan
-from autofit.storage.convert import to_json
-from autofit.strategies import AS_IS, NAMES
-from autofit.strategies.micro_batch import AUTO
-from autofit.tuning.attributes import MEMORY, Attribute
-from autofit.tuning.sampler import AutofitSampler, state_of
+from autofit.space.catalogue import Space
+from autofit.strategies import AS_IS, AUTO, NAMES
+from autofit.tuning.optuna_study import choices_of, study_of
+from autofit.tuning.sampler import AutofitSampler
 from autofit.tuning.starts import FixedStarts
 from autofit.units import format_size
-from autofit.worker.records.trials import HORIZON, Verdict
+from autofit.worker.records.trials import HORIZON
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ENOUGH = 0.95
@@ -79,7 +76,8 @@ class RecordedPlans(AutofitSampler):
         self.stopped = False
         super().__init__(expectations=expected_of(grid))
 
-    def _choose(self, state: SearchState, launch: Launch | None) -> Prospect | None:
+    def choose(self, state: SearchState, launch: Launch | None) -> Prospect | None:
+        """Return the choice among the plans of the grid that were not tried."""
         if state.level_sets is not None and not state.fits:
             return None
         tried = {trial.plan for trial in state.finished}
@@ -158,52 +156,55 @@ def search(
     sampler: str,
     seed: int,
     *,
-    read: Callable[[optuna.Study], None] = lambda study: None,
+    read: Callable[[SearchState], None] = lambda state: None,
 ) -> Search:
-    """Search one grid under one budget with one sampler; ``read`` gets the study at the end."""
+    """Search one grid under one budget with one sampler; ``read`` gets the state at the end."""
     grid = grids()[name]
     replay = Replay(grid, grid.budgets[budget], seed)
     enough = ENOUGH * best(grid, replay.budget)[1]
     own = SAMPLERS[sampler](grid, seed)
-    study = optuna.create_study(sampler=own)
-    for key, value in {
-        Attribute.FACTS: to_json(grid.work.facts),
-        Attribute.BUDGET: replay.budget,
-        Attribute.HORIZON: HORIZON,
-        Attribute.DEVICE: H200.device,
-        Attribute.SPACE: {each: [AS_IS] for each in NAMES} | grid.levels,
-    }.items():
-        study.set_user_attr(key, value)
+    levels = {each: (AS_IS,) for each in NAMES} | {n: (*e,) for n, e in grid.levels.items()}
+    state = SearchState(
+        space=Space(levels=(*levels.items(),)),
+        finished=(),
+        facts=grid.work.facts,
+        budget=replay.budget,
+        cuda=True,
+    )
     draw, known = random.Random(seed), list[Plan]()
     fastest, reached, alone = 0.0, False, True
     while not reached and (left := [plan for plan in grid.plans if plan not in known]):
-        start = None if fastest else _start(study, left)
-        if start is None and isinstance(own, RecordedPlans):
-            if replay.fixed is not None and own.choice(study, Launch(replay.fixed)) is None:
+        plan = None if fastest else _start(state, left)
+        if plan is None and isinstance(own, RecordedPlans):
+            own.state = state
+            own.launch = None if replay.fixed is None else Launch(replay.fixed)
+            if own.launch is not None and own.choice() is None:
                 replay.end()
-            if replay.fixed is None and own.choice(study) is None:
-                start = draw.choice(left)
+                own.launch = None
+            if own.launch is None and own.choice() is None:
+                plan = draw.choice(left)
             alone = alone and not own.stopped
-        asked, plan = _ask(study, grid, replay.fixed, start)
-        if plan not in left and start is None:
-            study.tell(asked, state=TrialState.FAIL)
-            asked, plan = _ask(study, grid, replay.fixed, _nearest(plan, left, draw))
-        trial = replay.measure(plan)
+        if plan is None:
+            asked = _ask(state, own)
+            plan = asked if asked in left else _nearest(asked, left, draw)
+        report = replay.measure(plan).report
         known.append(plan)
-        _tell(study, asked, trial, replay.budget)
-        found = trial.report.measurement
+        state = replace(
+            state, finished=(*state.finished, finished(report, len(known), replay.budget))
+        )
+        found = report.measurement
         if found is not None and (speed := found.charged(HORIZON)) > fastest:
             fastest, reached = speed, grid.speed(plan, found.micro_batch) >= enough
-    read(study)
+    read(state)
     plans = (*map(str, known),)
     return Search(
         name, budget, sampler, seed, replay.seconds, replay.launches, reached and alone, plans
     )
 
 
-def _start(study: optuna.Study, left: Sequence[Plan]) -> Plan | None:
+def _start(state: SearchState, left: Sequence[Plan]) -> Plan | None:
     """Return the fixed start that is due, as in every search, while no plan fits."""
-    start, _ = FixedStarts(state_of(study)).due(None)
+    start, _ = FixedStarts(state).due(None)
     return start if start is not None and (start.neutral or start in left) else None
 
 
@@ -214,40 +215,9 @@ def _nearest(plan: Plan, left: Sequence[Plan], draw: random.Random) -> Plan:
     return draw.choice([each for each in left if differ[each] == min(differ.values())])
 
 
-def _ask(
-    study: optuna.Study, grid: Grid, fixed: Plan | None, start: Plan | None
-) -> tuple[optuna.Trial, Plan]:
-    """Ask for a trial and its plan: ``start``, or one that the sampler suggests for a launch."""
-    levels = {name: start[name] for name in grid.levels} if start is not None else {}
-    launch = {"fixed": dict(fixed.changes), "fresh": False} if fixed is not None else None
-    study.enqueue_trial(levels, user_attrs={str(Attribute.LAUNCH): launch})
-    asked = study.ask()
-    levels = {name: asked.suggest_categorical(name, each) for name, each in grid.levels.items()}
-    return asked, _plan((*levels.items(),))
-
-
-@cache
-def _plan(levels: tuple[tuple[str, str], ...]) -> Plan:
-    return Plan.of(dict(levels))
-
-
-def _tell(study: optuna.Study, asked: optuna.Trial, trial: Trial, budget: int) -> None:
-    """Tell Optuna a measured trial, in the form of a search's own trials."""
-    report = trial.report
-    for key, value in {
-        Attribute.RECORD: asked.number,
-        Attribute.REPORT: to_json(report),
-        "verdict": str(report.verdict),
-        "seconds": trial.seconds,
-    }.items():
-        asked.set_user_attr(key, value)
-    found = report.measurement
-    if report.verdict is not Verdict.MEASURED or found is None:
-        asked.set_constraint(MEMORY, 1.0)
-        study.tell(asked, state=TrialState.PRUNED)
-        return
-    asked.set_constraint(MEMORY, found.peak_device / budget - 1.0)
-    study.tell(asked, 1.0 / found.charged(HORIZON))
+def _ask(state: SearchState, sampler: BaseSampler) -> Plan:
+    """Return the plan that a sampler suggests."""
+    return Plan.of(study_of(state, sampler).ask({**choices_of(state)}).params)
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from grid import EXAMPLES, HERE, RESULTS, WORKS, Work, command_line, merged, sto
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
-from autofit.strategies import Level, Strategy
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AUTO, Level, Strategy
 from autofit.units import format_size
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions

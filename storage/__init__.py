@@ -6,16 +6,16 @@ Importing this package imports neither SQLAlchemy nor Optuna. The first use of `
 if __name__ == "storage":
     raise ModuleNotFoundError("import it as autofit.storage")
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from autofit.storage.owner import Owner
 from autofit.storage.records import (
+    DiscoveryRecord,
     EventRecord,
     EvidenceKey,
     FittedKey,
-    FittedRecord,
     InspectionKey,
-    InspectionRecord,
     MachineKey,
     Purpose,
     State,
@@ -43,30 +43,19 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Store":
-        from autofit.storage.store import Store
-
-        return Store
-    if name == "Queue":
-        from autofit.storage.queue import Queue
-
-        return Queue
-    if name == "Accounts":
-        from autofit.storage.accounts import Accounts
-
-        return Accounts
+    if name in ("Accounts", "Queue", "Store"):
+        return getattr(importlib.import_module(f"autofit.storage.{name.lower()}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "Accounts",
     "AuditRecord",
+    "DiscoveryRecord",
     "EventRecord",
     "EvidenceKey",
     "FittedKey",
-    "FittedRecord",
     "InspectionKey",
-    "InspectionRecord",
     "Limits",
     "MachineKey",
     "NoticeRecord",

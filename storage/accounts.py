@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from autofit.storage import convert
 from autofit.storage.models import Account, Audit
 from autofit.storage.searches import AuditRecord, Limits
 from autofit.storage.store import Store
@@ -59,7 +58,7 @@ class Accounts:
         if user is not None:
             query = query.filter_by(user=user)
         with self._store.reading() as session:
-            return tuple(map(convert.audit_record, session.scalars(query)))
+            return tuple(map(Audit.record, session.scalars(query)))
 
 
 def audit(session: Session, user: str, action: str, target: str, address: str) -> None:

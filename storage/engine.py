@@ -32,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from autofit.exceptions import StorageError, UsageError
 from autofit.storage.url import DEFAULT, to_url, without_password
 
-HEAD = "0016"
+HEAD = "1"
 """The newest revision in ``migrations/versions``."""
 
 VERSION_TABLE = "autofit_alembic_version"
@@ -204,7 +204,8 @@ def revision(connection: Connection) -> str | None:
 def migrate(engine: Engine) -> None:
     """Migrate autofit's tables to ``HEAD`` in one transaction.
 
-    Raises ``StorageError`` if a newer version of autofit made them.
+    Raises ``StorageError`` if another version of autofit made them: a newer one, or one before the
+    first release.
     """
     with engine.connect() as connection:
         if revision(connection) == HEAD:
@@ -222,7 +223,7 @@ def migrate(engine: Engine) -> None:
             command.upgrade(config, "head")
     except CommandError as error:
         raise StorageError(
-            f"the store {show(engine.url)} was written by a newer version of autofit;"
+            f"the store {show(engine.url)} was written by another version of autofit:"
             " upgrade autofit, or give another --storage"
         ) from error
 

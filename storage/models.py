@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -22,9 +22,37 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
-    false,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from autofit.exceptions import StorageError
+from autofit.facts import Facts, Hardware
+from autofit.plan import Plan
+from autofit.storage.convert import from_json, set_by_launchers, to_json
+from autofit.storage.owner import Owner
+from autofit.storage.records import (
+    DiscoveryRecord,
+    EventRecord,
+    Purpose,
+    State,
+    StudyKey,
+    StudyRecord,
+    TrialRecord,
+)
+from autofit.storage.searches import (
+    AuditRecord,
+    NoticeRecord,
+    Outcome,
+    SearchRecord,
+    SearchState,
+    Submission,
+    TokenRecord,
+)
+from autofit.worker.records.phases import Seconds
+from autofit.worker.records.traces import Trace
+from autofit.worker.records.trials import Script, TrialReport
+
+T = TypeVar("T")
 
 
 class Moment(TypeDecorator[datetime]):
@@ -44,36 +72,54 @@ class Moment(TypeDecorator[datetime]):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """The beginning of a cell whose JSON is invalid, for instance because somebody edited it."""
+    """A cell that holds no record, for instance because somebody edited it."""
 
-    beginning: str
+    reason: str
 
 
-class Json(TypeDecorator[Any]):
-    """JSON; an invalid cell becomes ``Unreadable``, so the query's other rows can be read."""
+class Stored(TypeDecorator[Any]):
+    """JSON of a record, read as the record.
+
+    A cell that holds none becomes ``Unreadable``, so the query's other rows can be read.
+    """
 
     impl = JSON
     cache_ok = True
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Any) -> None:
+        """``kind``: the class of the record, or the type of a collection."""
         super().__init__(none_as_null=True)
+        self.kind = kind
 
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any] | None:
-        """Return a function that reads a cell as the dialect does, or returns ``Unreadable``."""
-        read = super().result_processor(dialect, coltype)
-        if read is None:
-            return None
+    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
+        """Return the record as plain JSON."""
+        return None if value is None else to_json(value)
 
-        def read_or_mark(value: Any) -> Any:
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], Any]:
+        """Return a function that reads a cell."""
+        plain = super().result_processor(dialect, coltype) or (lambda value: value)
+
+        def read(value: Any) -> Any:
             try:
-                return read(value)
+                found = plain(value)
+                return None if found is None else from_json(found, self.kind)
             except (TypeError, ValueError):
-                return Unreadable(str(value)[:40])
+                return Unreadable(f"{str(value)[:40]!r} is no JSON")
+            except StorageError as error:
+                return Unreadable(str(error))
 
-        return read_or_mark
+        return read
 
 
 Bytes = BigInteger()
+Words = dict[str, str]
+Object = dict[str, Any]
+LeftOut = tuple[tuple[str, str, str], ...]
+STORED: tuple[Any, ...] = (
+    *(Facts, Hardware, LeftOut, Object, Outcome, Plan, Script),
+    *(Seconds, StudyKey, Submission, TrialReport, Words),
+)
+"""What a cell may hold as JSON, beside traces."""
 
 
 class Base(DeclarativeBase):
@@ -91,9 +137,23 @@ class Base(DeclarativeBase):
     type_annotation_map = {
         datetime: Moment,
         float: Double,
-        dict[str, Any]: Json(),
-        list[Any]: Json(),
+        **{kind: Stored(kind) for kind in STORED},
     }
+
+    def read(self, kind: Callable[..., T], **others: Any) -> T:
+        """Return a record: ``others``, and for each other field the column of the same name.
+
+        Raises ``StorageError`` if a cell cannot be read.
+        """
+        names = (each.name for each in fields(kind) if each.name not in others)  # type: ignore[arg-type]
+        return kind(**{name: self.cell(name) for name in names}, **others)
+
+    def cell(self, name: str) -> Any:
+        """Return what a column holds; raise ``StorageError`` if it cannot be read."""
+        found = getattr(self, name)
+        if isinstance(found, Unreadable):
+            raise StorageError(f"its {name}: {found.reason}")
+        return found
 
 
 class Held:
@@ -104,6 +164,13 @@ class Held:
     owner_started: Mapped[float | None]
     lease_until: Mapped[datetime | None]
     """After this time, other hosts consider the owner dead."""
+
+    @property
+    def owner(self) -> Owner | None:
+        """The process that owns the row or owned it last; ``None`` if there was none."""
+        if self.owner_host is None or self.owner_pid is None or self.owner_started is None:
+            return None
+        return Owner(host=self.owner_host, pid=self.owner_pid, started=self.owner_started)
 
 
 class Study(Held, Base):
@@ -117,21 +184,27 @@ class Study(Held, Base):
     generation: Mapped[int]
     """1, and one more for each search with ``--fresh``."""
     script_path: Mapped[str] = mapped_column(Text)
-    key: Mapped[dict[str, Any]]
-    script: Mapped[dict[str, Any]]
-    hardware: Mapped[dict[str, Any]]
+    key: Mapped[StudyKey]
+    script: Mapped[Script]
+    hardware: Mapped[Hardware]
     budget: Mapped[int] = mapped_column(Bytes)
-    versions: Mapped[dict[str, Any]]
-    facts: Mapped[dict[str, Any] | None] = mapped_column(Json())
-    left_out: Mapped[list[Any]]
+    versions: Mapped[Words]
+    facts: Mapped[Facts | None]
+    left_out: Mapped[LeftOut]
     seconds: Mapped[float]
-    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    seconds_by_phase: Mapped[Seconds]
     """The part of ``seconds`` outside of trials, by phase."""
     launches: Mapped[int]
-    prefer: Mapped[str] = mapped_column(String(16), server_default="fidelity")
+    prefer: Mapped[str] = mapped_column(String(16))
     """Of the last search, as ``--prefer``."""
     created: Mapped[datetime]
     opened: Mapped[datetime]
+
+    def record(self) -> StudyRecord:
+        """Return the record; the script's environment only has variables that launchers set."""
+        found = self.read(StudyRecord)
+        environment = set_by_launchers(found.script.environment)
+        return replace(found, script=replace(found.script, environment=environment))
 
 
 class Trial(Held, Base):
@@ -151,59 +224,36 @@ class Trial(Held, Base):
     number: Mapped[int]
     purpose: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
-    plan: Mapped[dict[str, Any]]
-    finished_plan: Mapped[str | None] = mapped_column(String(64))
-    """Digest of the plan of a finished search trial, else null; it makes such a plan unique."""
+    plan: Mapped[Plan]
+    finished_plan: Mapped[str | None] = mapped_column(Text)
+    """The plan of a finished search trial, else null; it makes such a plan unique."""
     launch: Mapped[int]
     budget: Mapped[int] = mapped_column(Bytes)
-    versions: Mapped[dict[str, Any]]
-    optuna_number: Mapped[int | None]
-    """The number of the trial in Optuna's study; no foreign key."""
+    versions: Mapped[Words]
     created: Mapped[datetime]
     ended: Mapped[datetime | None]
-
-    position: Mapped[int | None]
     verdict: Mapped[str | None] = mapped_column(String(32))
-    reason: Mapped[str | None] = mapped_column(Text)
-    best: Mapped[dict[str, Any] | None] = mapped_column(Json())
-    out_of_memory: Mapped[dict[str, Any] | None] = mapped_column(Json())
-    blamed: Mapped[str | None] = mapped_column(String(64))
-    traceback: Mapped[str | None] = mapped_column(Text)
-    startup_seconds: Mapped[float | None]
-    seconds_by_phase: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
-    trace: Mapped[dict[str, Any] | None] = mapped_column(Json(), deferred=True)
+    """As in the report."""
+    out_of_memory: Mapped[str | None] = mapped_column(String(32))
+    """The phase in which memory ran out, if it did."""
+    report: Mapped[TrialReport | None]
+    """Its result, with all measurements."""
+    trace: Mapped[Trace | None] = mapped_column(Stored(Trace), deferred=True)
     """For the study's reference and confirmation runs; hundreds of kilobytes, loaded on demand."""
 
-    measurements: Mapped[list[Measurement]] = relationship(
-        order_by="Measurement.position", lazy="selectin"
-    )
+    def record(self) -> TrialRecord:
+        """Return the record."""
+        return self.read(
+            TrialRecord,
+            study=self.study_id,
+            purpose=Purpose(self.purpose),
+            state=State(self.state),
+            owner=self.owner,
+        )
 
-
-class Measurement(Base):
-    """The figures of a plan at one micro-batch size."""
-
-    __tablename__ = "measurement"
-    __table_args__ = (UniqueConstraint("trial_id", "position"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id"))
-    position: Mapped[int]
-    """0, 1, 2, ... in the order of measurement; the fastest size last."""
-    micro_batch: Mapped[int]
-    effective_batch: Mapped[int]
-    step_seconds: Mapped[list[Any]]
-    peak_allocated: Mapped[int] = mapped_column(Bytes)
-    peak_reserved: Mapped[int] = mapped_column(Bytes)
-    peak_device: Mapped[int] = mapped_column(Bytes)
-    allocation_retries: Mapped[int]
-    allocations_refused: Mapped[int] = mapped_column(server_default="0")
-    data_wait: Mapped[float]
-    losses: Mapped[list[Any]]
-    compile_seconds: Mapped[float] = mapped_column(server_default="0")
-    rank_peaks: Mapped[list[Any]] = mapped_column(server_default="[]")
-    checkpointing: Mapped[str | None] = mapped_column(String(16))
-    """The level of ``checkpointing``; null in measurements of older versions."""
-    probed: Mapped[bool] = mapped_column(server_default=false())
+    def traced(self) -> tuple[TrialRecord, Trace]:
+        """Return the record of a trial with a trace, and the trace."""
+        return self.record(), self.cell("trace")
 
 
 class Event(Base):
@@ -213,73 +263,36 @@ class Event(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(String(64))
-    payload: Mapped[dict[str, Any]]
-    versions: Mapped[dict[str, Any]]
+    payload: Mapped[Object]
+    versions: Mapped[Words]
     study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
     trial_id: Mapped[int | None] = mapped_column(ForeignKey("trial.id"))
     created: Mapped[datetime]
 
-
-class Fitted(Base):
-    """The setting that held in a decorated function, for one shape of arguments and one device."""
-
-    __tablename__ = "fitted"
-    __table_args__ = (UniqueConstraint("fingerprint"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    key: Mapped[dict[str, Any]]
-    kept: Mapped[dict[str, Any]]
-    versions: Mapped[dict[str, Any]]
-    updated: Mapped[datetime]
+    def record(self) -> EventRecord:
+        """Return the record."""
+        return self.read(EventRecord, study=self.study_id, trial=self.trial_id)
 
 
-class Evidence(Base):
-    """A verified property of a script: its context, its key, and the result."""
+class Discovery(Base):
+    """What was found out about something, such as a script, a function or a machine."""
 
-    __tablename__ = "evidence"
-    __table_args__ = (UniqueConstraint("context", "key"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    context: Mapped[str] = mapped_column(String(64))
-    key: Mapped[str] = mapped_column(String(64))
-    content: Mapped[str] = mapped_column(Text)
-    """JSON that the harness writes and reads."""
-    created: Mapped[datetime]
-
-
-class Inspection(Base):
-    """What the last check of a script found to hold the memory."""
-
-    __tablename__ = "inspection"
-    __table_args__ = (UniqueConstraint("fingerprint"),)
+    __tablename__ = "discovery"
+    __table_args__ = (UniqueConstraint("fingerprint", "name"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64))
-    key: Mapped[dict[str, Any]]
-    content: Mapped[dict[str, Any]]
-    versions: Mapped[dict[str, Any]]
+    """Of the key."""
+    name: Mapped[str] = mapped_column(String(64))
+    """What it is, of all that is known of the key."""
+    key: Mapped[Object]
+    content: Mapped[Any] = mapped_column(Stored(Any))
+    versions: Mapped[Words]
     updated: Mapped[datetime]
 
-
-class MeasuredBandwidth(Base):
-    """How fast the ranks of a machine communicate, by kind of collective, in bytes a second."""
-
-    __tablename__ = "bandwidth"
-    __table_args__ = (UniqueConstraint("gpu", "link", "torch", "ranks"),)
-
-    id: Mapped[int] = mapped_column(primary_key=True)
-    gpu: Mapped[str] = mapped_column(String(255))
-    """The driver's name of the model; without a GPU, that of the processor."""
-    link: Mapped[str] = mapped_column(String(16))
-    """``nvlink``, ``pcie``, or empty if unknown."""
-    torch: Mapped[str] = mapped_column(String(64))
-    """The version of PyTorch."""
-    ranks: Mapped[int]
-    all_reduce: Mapped[float]
-    all_gather: Mapped[float]
-    reduce_scatter: Mapped[float]
-    updated: Mapped[datetime]
+    def record(self) -> DiscoveryRecord:
+        """Return the record."""
+        return self.read(DiscoveryRecord)
 
 
 class Search(Held, Base):
@@ -304,12 +317,12 @@ class Search(Held, Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     user: Mapped[str] = mapped_column(String(64))
     state: Mapped[str] = mapped_column(String(16))
-    submission: Mapped[dict[str, Any]]
+    submission: Mapped[Submission]
     subject: Mapped[str] = mapped_column(String(64))
     study_id: Mapped[str | None] = mapped_column(ForeignKey("study.id"))
-    priority: Mapped[int] = mapped_column(server_default="0")
+    priority: Mapped[int]
     deadline: Mapped[datetime | None]
-    gpus: Mapped[int] = mapped_column(server_default="1")
+    gpus: Mapped[int]
     """GPUs that it needs; 1 also on the CPU."""
     upload: Mapped[str | None] = mapped_column(String(64))
     """The digest of its uploaded folder; no foreign key, because uploads are deleted first."""
@@ -320,10 +333,20 @@ class Search(Held, Base):
     waits_for: Mapped[str | None] = mapped_column(Text)
     cancelled: Mapped[datetime | None]
     attempts: Mapped[int]
-    outcome: Mapped[dict[str, Any] | None] = mapped_column(Json())
+    outcome: Mapped[Outcome | None]
     created: Mapped[datetime]
     started: Mapped[datetime | None]
     ended: Mapped[datetime | None]
+
+    def record(self, waits_for: str = "") -> SearchRecord:
+        """Return the record; ``waits_for``: why it waits, if the row does not say so."""
+        return self.read(
+            SearchRecord,
+            study=self.study_id,
+            state=SearchState(self.state),
+            waits_for=self.waits_for or waits_for,
+            owner=self.owner,
+        )
 
 
 class Notice(Base):
@@ -335,7 +358,11 @@ class Notice(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     search_id: Mapped[int] = mapped_column(ForeignKey("search.id"))
     kind: Mapped[str] = mapped_column(String(32))
-    content: Mapped[dict[str, Any]]
+    content: Mapped[Object]
+
+    def record(self) -> NoticeRecord:
+        """Return the record."""
+        return self.read(NoticeRecord)
 
 
 class Upload(Base):
@@ -364,6 +391,10 @@ class Token(Base):
     created: Mapped[datetime]
     expires: Mapped[datetime | None]
     """From when on it is refused; null for never."""
+
+    def record(self) -> TokenRecord:
+        """Return the record."""
+        return self.read(TokenRecord)
 
 
 class Account(Base):
@@ -398,3 +429,7 @@ class Audit(Base):
     target: Mapped[str] = mapped_column(Text)
     address: Mapped[str] = mapped_column(String(64))
     created: Mapped[datetime]
+
+    def record(self) -> AuditRecord:
+        """Return the record."""
+        return self.read(AuditRecord)

@@ -11,7 +11,6 @@ from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
-from autofit.storage import convert
 from autofit.storage.accounts import account, audit
 from autofit.storage.models import Account, Notice, Search, Token, Trial, Upload
 from autofit.storage.owner import Owner
@@ -92,7 +91,7 @@ class Queue:
                 key=key,
                 user=user,
                 state=SearchState.QUEUED,
-                submission=convert.to_json(submission),
+                submission=submission,
                 subject=submission.subject,
                 upload=submission.upload,
                 gpus=gpus,
@@ -125,7 +124,7 @@ class Queue:
         """Return the searches of all users that run, the oldest first."""
         query = select(Search).where(Search.state == SearchState.RUNNING).order_by(Search.id)
         with self._store.reading() as session:
-            return tuple(map(convert.search_record, session.scalars(query)))
+            return tuple(row.record() for row in session.scalars(query))
 
     def active(self, most: int | None = None) -> tuple[SearchRecord, ...]:
         """Return the searches of all users that start, run or wait, the oldest first.
@@ -151,7 +150,7 @@ class Queue:
             elif row.state in ENDED:
                 raise UsageError(f"search {number} is {row.state}: there is nothing to cancel")
             row.cancelled = row.cancelled or _now()
-            return convert.search_record(row)
+            return row.record()
 
     def resume(
         self, number: int, user: str, address: str = "", limits: Limits | None = None
@@ -184,9 +183,7 @@ class Queue:
         with self._store.reading() as session:
             searches = {str(each): _count(session, Search.state == each) for each in SearchState}
             trials = {str(each): _count(session, Trial.verdict == each) for each in Verdict}
-            phases = Counter(
-                found["phase"] for found in session.scalars(short) if isinstance(found, dict)
-            )
+            phases = Counter(filter(None, session.scalars(short)))
             used = session.execute(select(Account.user, Account.gpu_seconds)).all()
             queued = select(func.min(Search.created)).where(Search.state == SearchState.QUEUED)
             held = select(func.sum(Search.gpus)).where(Search.state == SearchState.RUNNING)
@@ -216,7 +213,7 @@ class Queue:
             row.state, row.runner, row.waits_for = SearchState.STARTING, runner, None
             row.attempts += 1
             give_to(row, owner, now)
-            return convert.search_record(row)
+            return row.record()
 
     def claimable(self, host: str) -> bool:
         """Return whether ``claim`` by a process on ``host`` would return a search."""
@@ -245,7 +242,7 @@ class Queue:
         with self._store.writing() as session:
             row = _row(session, search.id)
             _end(session, row, SearchState.FINISHED if outcome is None else SearchState.FAILED)
-            row.outcome = None if outcome is None else convert.to_json(outcome)
+            row.outcome = outcome
 
     def needs(self, search: SearchRecord, gpus: int) -> bool:
         """Store the GPUs that a starting search needs by its launch line.
@@ -282,7 +279,7 @@ class Queue:
             if number is not None:
                 row = _row(session, number)
                 _end(session, row, SearchState.FAILED)
-                row.outcome = convert.to_json(Outcome(kind="WorkerError", message=reason))
+                row.outcome = Outcome(kind="WorkerError", message=reason)
             return number
 
     def stop(self, search: SearchRecord) -> None:
@@ -314,7 +311,7 @@ class Queue:
                         " look into the logs of Ray, then resume the search"
                     )
                     outcome = Outcome(kind="WorkerError", message=message)
-                    row.outcome = convert.to_json(outcome)
+                    row.outcome = outcome
                 else:
                     _charge(session, row)
                     row.state, row.waits_for = SearchState.QUEUED, None
@@ -332,7 +329,7 @@ class Queue:
             for row, found in [(row, reasons.record(row)) for row in rows]:
                 _end(session, row, SearchState.FAILED)
                 outcome = Outcome(kind="UsageError", message=missed(found.waits_for))
-                row.outcome = convert.to_json(outcome)
+                row.outcome = outcome
         return len(rows)
 
     # --- notices ------------------------------------------------------------------------------
@@ -353,7 +350,7 @@ class Queue:
             .limit(most)
         )
         with self._store.reading() as session:
-            return tuple(map(convert.notice_record, session.scalars(query)))
+            return tuple(map(Notice.record, session.scalars(query)))
 
     # --- uploads ------------------------------------------------------------------------------
 
@@ -427,7 +424,7 @@ class Queue:
         """Return all tokens, also those that are refused now, by user."""
         query = select(Token).order_by(Token.user, Token.id)
         with self._store.reading() as session:
-            return tuple(map(convert.token_record, session.scalars(query)))
+            return tuple(row.record() for row in session.scalars(query))
 
     def revoke(self, user: str, number: int | None = None) -> int:
         """Refuse a user's tokens from now on, or the one with this number; return how many.

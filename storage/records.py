@@ -70,7 +70,18 @@ def script_path(script: Script) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudyKey:
+class Fingerprinted:
+    """Base class of what identifies something across searches."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of this key as canonical JSON, hexadecimal."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyKey(Fingerprinted):
     """The script and the options that are equal in all searches of one study."""
 
     script: str
@@ -121,20 +132,6 @@ class StudyKey:
             allow=allow,
             spread=spread,
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON, hexadecimal.
-
-        An empty environment and a ``spread`` of 1 are left out.
-        """
-        plain = asdict(self)
-        if not self.environment:
-            del plain["environment"]
-        if self.spread == 1:
-            del plain["spread"]
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +188,6 @@ class TrialRecord:
     """In UTC."""
     ended: datetime | None = None
     """In UTC; ``None`` while it runs."""
-    optuna_number: int | None = None
-    """Its number in Optuna's study; ``None`` before it has one."""
     report: TrialReport | None = None
     """Its result, if it is finished."""
 
@@ -224,7 +219,7 @@ class EventRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FittedKey:
+class FittedKey(Fingerprinted):
     """Identifies calls of a decorated function that need the same memory."""
 
     function: str
@@ -237,27 +232,9 @@ class FittedKey:
     """Bytes of the device that the process may use."""
     ranks: int = 1
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON, hexadecimal."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FittedRecord:
-    """The setting that fitted in a decorated function."""
-
-    key: FittedKey
-    kept: Mapping[str, int | str]
-    """Plain JSON: ``{"batch_size": 64}``, ``{"plan": ...}`` or ``{"samples": 8}``."""
-    versions: Mapping[str, str]
-    updated: datetime
-    """In UTC."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceKey:
+class EvidenceKey(Fingerprinted):
     """Conditions under which evidence is valid: script, devices and versions.
 
     The arguments of the script do not count, because most change nothing that a check looks at.
@@ -286,15 +263,9 @@ class EvidenceKey:
             versions=tuple(sorted(versions.items())),
         )
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON, hexadecimal."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineKey:
+class MachineKey(Fingerprinted):
     """Identifies machines on which equally many ranks communicate equally fast."""
 
     gpu: str
@@ -311,7 +282,7 @@ class MachineKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectionKey:
+class InspectionKey(Fingerprinted):
     """Identifies the checks of one script; edits of the script do not change it."""
 
     script: str
@@ -321,20 +292,14 @@ class InspectionKey:
     """The driver's name of the device's model."""
     ranks: int = 1
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of this key as canonical JSON, hexadecimal."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectionRecord:
-    """What the last check of a script found."""
+class DiscoveryRecord:
+    """Something that was found out about what a key identifies; the newest of its name."""
 
-    key: InspectionKey
-    content: Mapping[str, Any]
-    """Plain JSON, as ``autofit/inspection/check.py`` writes it."""
+    name: str
+    content: Any
+    """Plain JSON."""
     versions: Mapping[str, str]
     updated: datetime
     """In UTC."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,25 +22,19 @@ from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
 from autofit.storage.models import (
+    Discovery,
     Event,
-    Evidence,
-    Fitted,
     Held,
-    Inspection,
-    MeasuredBandwidth,
-    Measurement,
     Search,
     Study,
     Trial,
 )
 from autofit.storage.owner import TOLERANCE, Owner
 from autofit.storage.records import (
+    DiscoveryRecord,
     EventRecord,
     EvidenceKey,
-    FittedKey,
-    FittedRecord,
-    InspectionKey,
-    InspectionRecord,
+    Fingerprinted,
     MachineKey,
     Purpose,
     State,
@@ -171,8 +166,8 @@ class Store:
                 session.add(study)
             else:
                 study = newest
-            study.script = convert.to_json(script)
-            study.hardware = convert.to_json(hardware)
+            study.script = script
+            study.hardware = hardware
             study.budget = budget
             study.versions = dict(versions)
             study.prefer = prefer
@@ -181,7 +176,7 @@ class Store:
                 give_to(study, me, now)
                 self._claimed.add(study.id)
             session.flush()
-            return self._record(convert.study_record, study)
+            return self._record(Study.record, study)
 
     def studies(self, script_path: str | None = None) -> tuple[StudyRecord, ...]:
         """Return all studies, or those of one ``records.script_path``, newest first."""
@@ -189,29 +184,28 @@ class Store:
         if script_path is not None:
             query = query.where(Study.script_path == convert.readable(script_path))
         with self.reading() as session:
-            return self._records(convert.study_record, session.scalars(query))
+            return self._records(Study.record, session.scalars(query))
 
     def study(self, identifier: str) -> StudyRecord:
         """Return the present state of the study with this identifier."""
         with self.reading() as session:
-            return self._record(convert.study_record, self._study(session, identifier))
+            return self._record(Study.record, self._study(session, identifier))
 
     def set_facts(self, study: StudyRecord, facts: Facts) -> StudyRecord:
         """Store the facts about the script in place of earlier ones."""
         with self.writing() as session:
             row = self._study(session, study.id)
-            row.facts = convert.to_json(facts)
-            return self._record(convert.study_record, row)
+            row.facts = facts
+            return self._record(Study.record, row)
 
     def delete_study(self, study: StudyRecord) -> None:
-        """Delete a study with its trials, their measurements, and its events.
+        """Delete a study with its trials and its events.
 
-        Evidence on the script stays, because other studies of the script use it.
+        Discoveries on the script stay, because other studies of the script use them.
         """
         with self.writing() as session:
             row = self._study(session, study.id)
             mine = select(Trial.id).filter_by(study_id=study.id)
-            session.execute(delete(Measurement).where(Measurement.trial_id.in_(mine)))
             session.execute(
                 delete(Event).where((Event.study_id == study.id) | Event.trial_id.in_(mine))
             )
@@ -223,9 +217,10 @@ class Store:
         """Exclude this level from this study; a later reason does not replace the first."""
         with self.writing() as session:
             row = self._study(session, study.id)
-            if not any([strategy, level] == [one, other] for one, other, _ in row.left_out):
-                row.left_out = [*row.left_out, [strategy, level, reason]]
-            return self._record(convert.study_record, row)
+            left_out = row.cell("left_out")
+            if not any((strategy, level) == each[:2] for each in left_out):
+                row.left_out = (*left_out, (strategy, level, reason))
+            return self._record(Study.record, row)
 
     def add_seconds(
         self, study: StudyRecord, seconds: float, by_phase: Seconds = ()
@@ -234,8 +229,8 @@ class Store:
         with self.writing() as session:
             row = self._study(session, study.id)
             row.seconds += seconds
-            row.seconds_by_phase = dict(added(convert.seconds_by_phase(row), by_phase))
-            return self._record(convert.study_record, row)
+            row.seconds_by_phase = added(row.cell("seconds_by_phase"), by_phase)
+            return self._record(Study.record, row)
 
     def next_launch(self, study: StudyRecord) -> int:
         """Return a new number for the next launch: 0, 1, 2, ... in this study."""
@@ -306,7 +301,7 @@ class Store:
                     number=number,
                     purpose=purpose,
                     state=State.RUNNING,
-                    plan=convert.plan_to_json(plan),
+                    plan=plan,
                     launch=launch,
                     budget=parent.budget,
                     versions=parent.versions,
@@ -318,7 +313,7 @@ class Store:
                 give_to(row, owner, now)
             session.add_all(rows)
             session.flush()
-            return tuple(self._record(convert.trial_record, row) for row in rows)
+            return tuple(self._record(Trial.record, row) for row in rows)
 
     def finish(
         self,
@@ -340,10 +335,10 @@ class Store:
             raise StorageError(f"{_name(trial)} was interrupted: release it, do not finish it")
         with self.writing() as session:
             row = self._running_trial(session, trial, State.FINISHED)
-            convert.write_report(row, report)
-            row.trace = None if trace is None else convert.to_json(trace)
+            _set_report(row, report)
+            row.trace = trace
             if row.purpose == Purpose.SEARCH:
-                row.finished_plan = convert.plan_digest(trial.plan)
+                row.finished_plan = json.dumps(convert.to_json(trial.plan))
             _end(row, State.FINISHED, _now())
             try:
                 session.flush()
@@ -354,7 +349,7 @@ class Store:
                     f"{_name(trial)} cannot be finished: another trial of this study has"
                     f" finished the same plan ({trial.plan}); release it"
                 ) from error
-            return self._record(convert.trial_record, row)
+            return self._record(Trial.record, row)
 
     def amend(self, trial: TrialRecord, report: TrialReport) -> TrialRecord:
         """Replace the report of a finished trial: its process has learned more since."""
@@ -362,13 +357,8 @@ class Store:
             row = self._trial(session, trial)
             if row.state != State.FINISHED:
                 raise StorageError(f"{_name(trial)} has not finished; finish it")
-            for each in row.measurements:
-                session.delete(each)
-            session.flush()  # the new ones take the positions of the old
-            session.expire(row, ["measurements"])
-            convert.write_report(row, report)
-            session.flush()
-            return self._record(convert.trial_record, row)
+            _set_report(row, report)
+            return self._record(Trial.record, row)
 
     def release(self, trial: TrialRecord) -> None:
         """Delete a running trial that gets no verdict; its plan may get a new trial."""
@@ -382,14 +372,14 @@ class Store:
         state: State | None = None,
         purpose: Purpose | None = None,
     ) -> tuple[TrialRecord, ...]:
-        """Return the study's trials by number, with their measurements."""
+        """Return the study's trials by number, with their reports."""
         query = select(Trial).filter_by(study_id=study.id).order_by(Trial.number)
         if state is not None:
             query = query.filter_by(state=state)
         if purpose is not None:
             query = query.filter_by(purpose=purpose)
         with self.reading() as session:
-            return self._records(convert.trial_record, session.scalars(query))
+            return self._records(Trial.record, session.scalars(query))
 
     def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
         """Return the first trial of the study's search that has a trace, and the trace."""
@@ -401,20 +391,13 @@ class Store:
             .options(undefer(Trial.trace))
         )
         with self.reading() as session:
-            return next(iter(self._records(_with_trace, session.scalars(query))), None)
+            return next(iter(self._records(Trial.traced, session.scalars(query))), None)
 
     def trace(self, trial: TrialRecord) -> Trace | None:
         """Return the trace of a trial, if it is stored: of the reference and confirmation runs."""
         with self.reading() as session:
             row = self._trial(session, trial)
-            return self._record(_trace_of, row)
-
-    def set_optuna_number(self, trial: TrialRecord, number: int) -> TrialRecord:
-        """Store the number of the trial in Optuna's study; any state allows it."""
-        with self.writing() as session:
-            row = self._trial(session, trial)
-            row.optuna_number = number
-            return self._record(convert.trial_record, row)
+            return None if row.trace is None else self._record(Trial.traced, row)[1]
 
     # --- events -------------------------------------------------------------------------------
 
@@ -439,7 +422,7 @@ class Store:
             )
             session.add(row)
             session.flush()
-            return self._record(convert.event_record, row)
+            return self._record(Event.record, row)
 
     def events(
         self, kind: str | None = None, *, study: StudyRecord | None = None
@@ -451,94 +434,59 @@ class Store:
         if study is not None:
             query = query.filter_by(study_id=study.id)
         with self.reading() as session:
-            return self._records(convert.event_record, session.scalars(query))
+            return self._records(Event.record, session.scalars(query))
 
-    # --- evidence -----------------------------------------------------------------------------
+    # --- discoveries --------------------------------------------------------------------------
+
+    def learn(
+        self,
+        key: Fingerprinted,
+        found: Mapping[str, Any],
+        *,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Store what was found out about ``key``: plain JSON by name.
+
+        It replaces what was known under the same name.
+        """
+        known = select(Discovery).filter_by(fingerprint=key.fingerprint)
+        with self.writing() as session:
+            rows = {
+                row.name: row for row in session.scalars(known.where(Discovery.name.in_(found)))
+            }
+            for name, content in found.items():
+                row = rows.get(name)
+                if row is None:
+                    row = Discovery(fingerprint=key.fingerprint, name=name, key=asdict(key))
+                    session.add(row)
+                row.content, row.versions, row.updated = content, dict(versions or {}), _now()
+
+    def discoveries(self, key: Fingerprinted) -> dict[str, DiscoveryRecord]:
+        """Return what is known of ``key``, by name, in the order in which it was first stored."""
+        query = select(Discovery).filter_by(fingerprint=key.fingerprint).order_by(Discovery.id)
+        with self.reading() as session:
+            return {
+                each.name: each for each in self._records(Discovery.record, session.scalars(query))
+            }
 
     def add_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
         """Store evidence on a script; it replaces evidence with the same key."""
-        context = key.fingerprint
-        new = {each.key: each.content for each in found}
-        with self.writing() as session:
-            query = select(Evidence).filter_by(context=context).where(Evidence.key.in_(new))
-            for row in session.scalars(query):
-                row.content = new.pop(row.key)
-            session.add_all(
-                Evidence(context=context, key=name, content=content, created=_now())
-                for name, content in new.items()
-            )
+        self.learn(key, {each.key: each.content for each in found})
 
     def evidence(self, key: EvidenceKey) -> tuple[Proven, ...]:
         """Return the evidence on a script, in the order in which it was first stored."""
-        query = select(Evidence).filter_by(context=key.fingerprint).order_by(Evidence.id)
-        with self.reading() as session:
-            return tuple(Proven(key=row.key, content=row.content) for row in session.scalars(query))
-
-    # --- machines -----------------------------------------------------------------------------
+        return tuple(
+            Proven(key=n, content=each.content) for n, each in self.discoveries(key).items()
+        )
 
     def bandwidths(self, machine: MachineKey) -> dict[int, Bandwidth]:
         """Return how fast the ranks of such a machine communicate, by their number."""
-        query = select(MeasuredBandwidth).filter_by(**asdict(machine))
-        with self.reading() as session:
-            rows = session.scalars(query.order_by(MeasuredBandwidth.ranks))
-            return {row.ranks: convert.bandwidth(row) for row in rows}
+        found = self.discoveries(machine).items()
+        return {int(ranks): convert.from_json(each.content, Bandwidth) for ranks, each in found}
 
     def set_bandwidth(self, machine: MachineKey, ranks: int, bandwidth: Bandwidth) -> None:
         """Store how fast ``ranks`` ranks communicate; it replaces an earlier measurement."""
-        where = {**asdict(machine), "ranks": ranks}
-        with self.writing() as session:
-            row = session.scalar(select(MeasuredBandwidth).filter_by(**where))
-            if row is None:
-                row = MeasuredBandwidth(**where)
-                session.add(row)
-            for kind, rate in asdict(bandwidth).items():
-                setattr(row, kind, rate)
-            row.updated = _now()
-
-    # --- decorated functions ------------------------------------------------------------------
-
-    def fitted(self, key: FittedKey) -> FittedRecord | None:
-        """Return the setting that fitted last for such calls of a function."""
-        with self.reading() as session:
-            row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
-            return None if row is None else self._record(convert.fitted_record, row)
-
-    def keep_fitted(
-        self, key: FittedKey, kept: Mapping[str, int | str], *, versions: Mapping[str, str]
-    ) -> FittedRecord:
-        """Store the setting that fitted for such calls; it replaces an earlier one."""
-        with self.writing() as session:
-            row = session.scalar(select(Fitted).filter_by(fingerprint=key.fingerprint))
-            if row is None:
-                row = Fitted(fingerprint=key.fingerprint, key=convert.to_json(key))
-                session.add(row)
-            row.kept, row.versions, row.updated = dict(kept), dict(versions), _now()
-            session.flush()
-            return self._record(convert.fitted_record, row)
-
-    # --- checks -------------------------------------------------------------------------------
-
-    def inspection(self, key: InspectionKey) -> InspectionRecord | None:
-        """Return what the last check of a script found."""
-        with self.reading() as session:
-            row = session.scalar(select(Inspection).filter_by(fingerprint=key.fingerprint))
-            return None if row is None else self._record(convert.inspection_record, row)
-
-    def set_inspection(
-        self, key: InspectionKey, content: Mapping[str, Any], *, versions: Mapping[str, str]
-    ) -> InspectionRecord:
-        """Store what a check of a script found; it replaces that of the last check.
-
-        ``content`` is plain JSON.
-        """
-        with self.writing() as session:
-            row = session.scalar(select(Inspection).filter_by(fingerprint=key.fingerprint))
-            if row is None:
-                row = Inspection(fingerprint=key.fingerprint, key=convert.to_json(key))
-                session.add(row)
-            row.content, row.versions, row.updated = dict(content), dict(versions), _now()
-            session.flush()
-            return self._record(convert.inspection_record, row)
+        self.learn(machine, {str(ranks): asdict(bandwidth)})
 
     # --- sessions and rows --------------------------------------------------------------------
 
@@ -618,13 +566,14 @@ class Store:
         return row
 
 
-def _trace_of(row: Trial) -> Trace | None:
-    return None if row.trace is None else convert.from_json(row.trace, Trace)
-
-
-def _with_trace(row: Trial) -> tuple[TrialRecord, Trace]:
-    assert row.trace is not None, "the query selects rows with a trace"
-    return convert.trial_record(row), convert.from_json(row.trace, Trace)
+def _set_report(row: Trial, report: TrialReport) -> None:
+    row.report = replace(
+        report,
+        reason=convert.readable(report.reason),
+        traceback=convert.readable(report.traceback),
+    )
+    row.verdict = report.verdict
+    row.out_of_memory = report.out_of_memory.phase if report.out_of_memory else None
 
 
 def _named(row: object) -> str:
@@ -636,9 +585,9 @@ def _named(row: object) -> str:
             return f"trial {row.number} of study {row.study_id}"
         case Event():
             return f"event {row.id}"
-        case Inspection():
-            return "the last check of a script"
-    return "the setting of a decorated function"
+        case Discovery():
+            return f"discovery {row.name} on {row.key}"
+    return "a row"
 
 
 def _now() -> datetime:
@@ -663,9 +612,10 @@ def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
         fingerprint=key.fingerprint,
         generation=generation,
         script_path=convert.readable(key.script),
-        key=convert.to_json(key),
-        left_out=[],
+        key=key,
+        left_out=(),
         seconds=0.0,
+        seconds_by_phase=(),
         launches=0,
     )
 
@@ -693,7 +643,7 @@ def _end(row: Trial, state: State, now: datetime) -> None:
 
 def live_owner(row: Held, now: datetime, other_than: Owner | None = None) -> Owner | None:
     """Return the owner of ``row``, if that process is alive and is not ``other_than``."""
-    owner = convert.owner_of(row)
+    owner = row.owner
     if owner is None or (other_than is not None and owner.same(other_than)):
         return None
     alive = owner.alive()

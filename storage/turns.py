@@ -9,7 +9,6 @@ from typing import Any
 from sqlalchemy import Row, ScalarSelect, Select, exists, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from autofit.storage import convert
 from autofit.storage.models import Account, Search
 from autofit.storage.searches import ACTIVE, SearchRecord, SearchState
 
@@ -63,8 +62,8 @@ class Reasons:
     def record(self, row: Search) -> SearchRecord:
         """Return the record of a search, with what it waits for."""
         if row.state == SearchState.QUEUED:
-            return convert.search_record(row, waits_for=self._of(row))
-        return convert.search_record(row)
+            return row.record(self._of(row))
+        return row.record()
 
     @cached_property
     def _places(self) -> dict[int, int]:

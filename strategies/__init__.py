@@ -9,7 +9,7 @@ from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.adapters import Adapters
 from autofit.strategies.allocator import Allocator
 from autofit.strategies.attention import Attention
-from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Strategy
+from autofit.strategies.base import AS_IS, AUTO, Fidelity, Level, Memory, Number, Strategy, Waste
 from autofit.strategies.checkpointing import Checkpointing
 from autofit.strategies.compile import Compile
 from autofit.strategies.data_loading import DataLoading
@@ -73,16 +73,36 @@ def get(name: str) -> Strategy:
     raise UsageError(f"there is no technique {name!r}; {hint}")
 
 
+def counting(number: Number) -> Strategy:
+    """Return the strategy of which a positive integer is a level that counts ``number``."""
+    return next(strategy for strategy in REGISTRY if strategy.number is number)
+
+
+SPLIT = counting(Number.SAMPLES).name
+"""The name of the strategy that splits the batch. The harness does it, and refuses in its name."""
+RANKS = counting(Number.RANKS).name
+"""The same of the strategy that divides the batch among ranks."""
+SHARDING = next(each.name for each in REGISTRY if any(level.shards for level in each.levels))
+"""The same of the strategy that shards what ranks would hold alike."""
+
+
 __all__ = [
     "AS_IS",
+    "AUTO",
     "NAMES",
+    "RANKS",
     "REGISTRY",
+    "SHARDING",
+    "SPLIT",
     "Facts",
     "Fidelity",
     "Hardware",
     "Level",
     "Memory",
+    "Number",
     "RootFacts",
     "Strategy",
+    "Waste",
+    "counting",
     "get",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autofit.facts import Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, ScriptPart, Strategy
+from autofit.strategies.base import AS_IS, ByHand, Level, Memory, ScriptPart, Strategy, Waste
 
 EXPANDABLE = "expandable"
 
@@ -19,6 +19,7 @@ class Allocator(Strategy):
     summary = "how torch's allocator holds the device's memory"
     source = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
     lowers = frozenset({Memory.WORKSPACE})
+    remedies = Waste.FRAGMENTATION
     levels = (
         Level(name=AS_IS, summary="the allocator as the environment has it"),
         Level(

@@ -33,6 +33,9 @@ from autofit.suggestions import did_you_mean
 AS_IS = "as_is"
 """The name of every strategy's first level: as the script has it."""
 
+AUTO = "auto"
+"""The level of a search whose number each trial finds: see ``Strategy.number``."""
+
 Undo = Callable[[], None]
 """Undoes the change that a hook made."""
 
@@ -82,6 +85,26 @@ class Fidelity(IntEnum):
         return self.name.lower()
 
 
+class Number(StrEnum):
+    """What a positive integer counts that is a level; the program itself works with these."""
+
+    SAMPLES = "samples"
+    """In the largest chunk of a batch. A trial finds it."""
+    BLOCKS = "blocks"
+    """Repeated blocks that run again in backward, from the model's input on. A trial finds it."""
+    RANKS = "ranks"
+    """Processes that train as one."""
+
+
+class Waste(StrEnum):
+    """What a trial has to show before a strategy that lowers this is worth another trial."""
+
+    FRAGMENTATION = "fragmentation"
+    """Memory that the allocator holds and cannot use, in a trial that is short of memory."""
+    DATA_WAIT = "data wait"
+    """Time that the steps wait for their batches."""
+
+
 class Memory(StrEnum):
     """The kinds of memory a training step holds."""
 
@@ -90,6 +113,48 @@ class Memory(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     ACTIVATIONS = "activations"
     WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """How weights, gradients and optimizer state are sharded over ranks."""
+
+    weights: bool = True
+    """Whether weights and gradients are sharded too, not the optimizer state alone."""
+    gathers_twice: bool = True
+    """Whether weights are freed after their forward and gathered again for their backward."""
+    groups: int = 1
+    """Number of groups of ranks; the ranks of a group hold all weights together."""
+    on_host: bool = False
+    """Whether shards are kept in host memory, where the optimizer steps them.
+
+    A single process can do that too: it is the only rank then.
+    """
+    half: bool = False
+    """Whether weights are gathered in bfloat16; the shards stay as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A level in the settings of another program, for the export of that name."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values by name. A table among them is joined with the tables of other levels."""
+    notes: tuple[str, ...] = ()
+    """Lines that say how the program does it in another way than autofit."""
+    by_hand: str = ""
+    """In place of fields: how a script for this program sets the level by hand."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The training for which another program gets its settings."""
+
+    device: str
+    """The type of the device: ``"cuda"`` or ``"cpu"``."""
+    facts: Facts
+    fsdp: bool = False
+    """Whether the program shards the weights by FSDP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +187,18 @@ class Level:
     """A process can measure one plan with it, because the next could not be checked."""
     replaces_as_is: bool = False
     """Exact, and never slower or larger than ``as_is``: a search tries it in place of that."""
+    autocast: str | None = None
+    """The dtype in which autocast computes the forward, by torch's name: ``"bfloat16"``."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """What it is in other programs, by the names of ``autofit/export``. A program that is not there
+    cannot carry it, or takes what ``by_hand`` says."""
+    implies: Mapping[str, str] = field(default_factory=dict)
+    """Levels of other strategies that it has the effect of, by strategy. A search adds them."""
+    ordered: bool = False
+    """Always needs less memory, and more time, than the ordered levels before it. A level that is
+    faster too is not, nor one whose effect depends on a number."""
+    shards: Shards | None = None
+    """How it shards what the ranks would hold alike."""
     contains: str | None = None
     """A level of the same strategy of which it does all and more: refused where that is refused."""
     refines: bool = False
@@ -162,6 +239,8 @@ class ByHand:
     """Arguments with which the optimizer is made, as code."""
     loader: Mapping[str, str] = field(default_factory=dict)
     """Arguments with which the loader of the training data is made, as code."""
+    calls: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Arguments of other calls in the script, as code, by the name of the function."""
     scaled: bool = False
     """Gradients need a ``torch.amp.GradScaler``."""
     samples: int | None = None
@@ -171,23 +250,6 @@ class ByHand:
     def in_code(self) -> bool:
         """Whether statements on the model or contexts around its call say all of it."""
         return bool(self.prepare or self.around or self.samples)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightShards:
-    """How weights, gradients and optimizer state are sharded over ranks."""
-
-    gathers_twice: bool = True
-    """Whether weights are freed after their forward and gathered again for their backward."""
-    groups: int = 1
-    """Number of groups of ranks; the ranks of a group hold all weights together."""
-    on_host: bool = False
-    """Whether shards are kept in host memory, where the optimizer steps them.
-
-    A single process can do that too: it is the only rank then.
-    """
-    half: bool = False
-    """Whether weights are gathered in bfloat16; the shards stay as they are."""
 
 
 class Deferred(ABC):
@@ -305,7 +367,7 @@ class Root(Protocol):
         Raises ``Refused`` if the launch has another number of processes.
         """
 
-    def shard_weights(self, shards: WeightShards) -> Undo:
+    def shard_weights(self, shards: Shards) -> Undo:
         """Shard weights and gradients over the processes among which calls are divided.
 
         Each process keeps its part from the first training call on. The undo leaves them sharded.
@@ -386,7 +448,7 @@ class OptimizerHandle(Protocol):
     def around_pickle(self, context: Context) -> Undo:
         """Pickle and copy the optimizer inside ``context``."""
 
-    def shard_state(self, weights: WeightShards | None = None) -> Undo:
+    def shard_state(self, weights: Shards | None = None) -> Undo:
         """Keep on each rank only the state of the parameters that it steps.
 
         ``weights``: how the weights are sharded; each rank steps its parts of them.
@@ -394,6 +456,39 @@ class OptimizerHandle(Protocol):
         Raises ``Refused`` if the launch has one process, or if the optimizer cannot step some
         parameters without the others. The undo leaves the state sharded.
         """
+
+
+class Replay(Protocol):
+    """The tensors of a step of the script, as a prediction changes them for a plan.
+
+    Implemented by ``autofit/inspection/prediction.py``. Its ``lives`` have a NumPy array for each
+    column, such as ``size`` in bytes and ``start`` in operations of the step.
+    """
+
+    facts: Facts
+    lives: Any
+    """The tensors, and when each exists and is used, under the levels so far."""
+    plain: Any
+    """The same of the script as it is, in the precision of the plan."""
+    half: bool
+    """Whether the model computes in 16 bits."""
+    forward: int
+    backward: int
+    """The first operation of each."""
+
+    @property
+    def share(self) -> float:
+        """The share of a call's samples that runs at once under the plan."""
+
+    @property
+    def tokens(self) -> int:
+        """Bytes of the largest output of the model's head, in a call of the script as it is."""
+
+    def made(self, size: Any, start: Any, end: Any) -> Any:
+        """Return further tensors, one an entry, which no block has made."""
+
+    def step_by_parameter(self) -> None:
+        """Free the temporary tensors of a step of all parameters at once."""
 
 
 class Strategy(ABC):
@@ -412,9 +507,17 @@ class Strategy(ABC):
     """The kinds of memory its levels lower: the cost model's prior."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Levels of earlier releases that were removed, each with its replacement."""
+    replays: ClassVar[bool] = False
+    """A prediction computes its memory from the script's own tensors, without a prior."""
     sized: ClassVar[bool] = False
     """Its effect depends on the batch size. The plan check uses as many samples as fit."""
 
+    remedies: ClassVar[Waste | None] = None
+    """What it lowers, if it has no use before the same plan without it has shown this."""
+    freezes: ClassVar[bool] = False
+    """The model's own weights are not trained."""
+    number: ClassVar[Number | None] = None
+    """What a level counts that is a positive integer. One strategy has each ``Number``."""
     redraws: ClassVar[bool] = False
     """It draws other random numbers in dropout. The plan check runs without random draws."""
 
@@ -423,12 +526,24 @@ class Strategy(ABC):
         for level in self.levels:
             if level.name == name:
                 return level
+        if self.number is not None and _is_positive(name):
+            return self.numbered(name)
         names = [level.name for level in self.levels]
         unknown = f"{self.name} has no level {name!r}"
         if name in self.removed:
             raise UsageError(f"{unknown}: it was removed in 0.2: use {self.removed[name]}")
         hint = did_you_mean(name, names) or f"it has {', '.join(names)}"
-        raise UsageError(f"{unknown}; {hint}")
+        number = f" or a number of {self.number}" if self.number is not None else ""
+        raise UsageError(f"{unknown}; {hint}{number}")
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """The levels of which each always needs less memory, and more time, than those before."""
+        return tuple(level.name for level in self.levels if level.ordered)
+
+    def numbered(self, name: str) -> Level:
+        """Return the level that is the positive integer ``name``, if it is a ``number``."""
+        raise NotImplementedError(f"{self.name} has no numbers")
 
     def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
         """Return the levels beside ``as_is`` that a search on ``hardware`` considers."""
@@ -436,7 +551,8 @@ class Strategy(ABC):
 
     def searched(self, level: str) -> str:
         """Return the level of a search that finds ``level``: ``auto`` in place of a number."""
-        return level
+        found = self.number is not None and any(each.name == AUTO for each in self.levels)
+        return AUTO if found and level.isdecimal() else level
 
     def leaner_levels(self, level: str, facts: Facts) -> tuple[str, ...]:
         """Return the levels to which a run may fall back from ``level``.
@@ -486,6 +602,13 @@ class Strategy(ABC):
         """Return the expected share of the lowered memory that ``level`` leaves in this script."""
         return self.level(level).keeps
 
+    def extent(self, level: str, facts: Facts) -> float:
+        """Return how much of its effect ``level`` has in this script, from 0 to 1.
+
+        A number of blocks has the share of the effect that all blocks have.
+        """
+        return float(level != AS_IS)
+
     def expected_slowdown(self, level: str, facts: Facts) -> float:
         """Return the expected step time of ``level`` in this script, relative to ``as_is``."""
         return self.level(level).slowdown
@@ -529,9 +652,37 @@ class Strategy(ABC):
         """Return how to set ``level`` by hand; ``None`` if that takes more than a few lines."""
         return None
 
+    def setting(self, level: str, form: str, training: Training) -> Setting | None:
+        """Return ``level`` in the settings of another program; ``None`` if that has none for it."""
+        return self.level(level).settings.get(form)
+
+    def statements(
+        self, level: str, model: str, blocks: str | None, training: Training
+    ) -> Sequence[str] | None:
+        """Return the lines that set ``level`` on a model of a script, before its optimizer is made.
+
+        ``None`` for those of ``by_hand``. ``model`` and ``blocks`` are code: the latter an
+        attribute of the model, ``None`` if the script does not show it. A line may be an import.
+        """
+        return None
+
     def environment(self, level: str) -> dict[str, str]:
         """Return the environment variables that must be set before the process starts."""
         return {}
+
+    def around_forward(self, level: str, device: str) -> AbstractContextManager[object] | None:
+        """Return a context for the forwards in a loop of the user's own; ``None`` if it has none.
+
+        ``device``: the type of the device.
+        """
+        return None
+
+    def replay(self, level: str, step: Replay) -> Callable[[], None] | None:
+        """Change the tensors of a predicted step as ``level`` does, before the batch is split.
+
+        Returns what to change after the split; ``None`` for nothing.
+        """
+        return None
 
     def acts_at_start(self, level: str) -> bool:
         """Return whether ``level`` acts in a process before the model exists."""
@@ -558,3 +709,8 @@ class Strategy(ABC):
         Returns how to take the change back; ``None`` when there is nothing to take back.
         """
         return None
+
+
+def _is_positive(name: str) -> bool:
+    """Return whether ``name`` is a positive integer as Python writes it."""
+    return name.isascii() and name.isdigit() and name == str(int(name)) and name != "0"

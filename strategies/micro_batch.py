@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from autofit.exceptions import UsageError
 from autofit.facts import Facts
 from autofit.strategies.base import (
     AS_IS,
+    AUTO,
     ByHand,
     Fidelity,
     Level,
     Memory,
+    Number,
     Root,
     ScriptPart,
     Strategy,
     Undo,
 )
-
-AUTO = "auto"
-"""The level of a search: the harness finds the size."""
 
 
 class MicroBatch(Strategy):
@@ -32,6 +30,8 @@ class MicroBatch(Strategy):
     summary = "the model sees the batch in chunks; the optimizer sees the same batch as before"
     source = "https://arxiv.org/abs/1811.06965"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
+    number = Number.SAMPLES
     levels = (
         Level(name=AS_IS, summary="the script's own batch in one piece"),
         Level(
@@ -41,18 +41,14 @@ class MicroBatch(Strategy):
         ),
     )
 
-    def level(self, name: str) -> Level:
-        """Return the level called ``name``, which may be a number of samples."""
-        if name.isascii() and name.isdigit() and int(name) > 0:
-            return Level(name=name, summary=f"chunks of at most {int(name)} samples")
-        try:
-            return super().level(name)
-        except UsageError as error:
-            raise UsageError(f"{error} or a number of samples") from None
+    def numbered(self, name: str) -> Level:
+        """Return the level of a number of samples."""
+        return Level(name=name, summary=f"chunks of at most {int(name)} samples")
 
-    def searched(self, level: str) -> str:
-        """Return ``auto`` for a number of samples."""
-        return AUTO if level.isdecimal() else level
+    def leaner_levels(self, level: str, facts: Facts) -> tuple[str, ...]:
+        """Return half the samples of a chunk, if they are known and there are several."""
+        size = int(level) if level.isdecimal() else facts.batch
+        return (str(-(-size // 2)),) if size is not None and size > 1 else ()
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Exact. If the model has dropout and its batch is split, random draws differ."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autofit.exceptions import UsageError
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Root, Strategy, Undo
+from autofit.strategies.base import AS_IS, Fidelity, Level, Memory, Number, Root, Strategy, Undo
 
 FEWEST = 2
 
@@ -24,6 +24,7 @@ class Ranks(Strategy):
     summary = "the batch is divided among copies of the script, each on a GPU of its own"
     source = "https://arxiv.org/abs/2006.15704"
     lowers = frozenset({Memory.ACTIVATIONS})
+    number = Number.RANKS
     levels = (
         Level(name=AS_IS, summary="one process, as the script is started"),
         Level(
@@ -35,17 +36,14 @@ class Ranks(Strategy):
         ),
     )
 
-    def level(self, name: str) -> Level:
-        """Return the level called ``name``, which may be a number of ranks."""
-        if name.isascii() and name.isdigit() and int(name) > FEWEST and str(int(name)) == name:
-            count = int(name)
-            summary = f"{count} ranks, each with 1/{count} of the batch"
-            part = 1 / count
-            return Level(name=name, summary=summary, slowdown=0.2 + part, keeps=part, undo=False)
-        try:
-            return super().level(name)
-        except UsageError as error:
-            raise UsageError(f"{error} or another number of ranks") from None
+    def numbered(self, name: str) -> Level:
+        """Return the level of a number of ranks; raise ``UsageError`` if it is below two."""
+        count = int(name)
+        if count < FEWEST:
+            raise UsageError(f"{self.name} {name}: give {FEWEST} ranks at least")
+        summary = f"{count} ranks, each with 1/{count} of the batch"
+        part = 1 / count
+        return Level(name=name, summary=summary, slowdown=0.2 + part, keeps=part, undo=False)
 
     def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
         """Return one rank for each device, but no more than the batch has samples."""

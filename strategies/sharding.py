@@ -13,19 +13,12 @@ from autofit.strategies.base import (
     OptimizerHandle,
     Process,
     Root,
+    Shards,
     Strategy,
     Undo,
-    WeightShards,
 )
 from autofit.strategies.support.optimizer_classes import ELEMENTWISE, PER_PARAMETER
 
-WEIGHTS = {
-    "zero2": WeightShards(gathers_twice=False),
-    "full": WeightShards(),
-    "hybrid": WeightShards(groups=2),
-    "full_offload": WeightShards(on_host=True),
-}
-"""The levels that shard weights."""
 NOT_BESIDE_WEIGHTS = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
 """Strategies that read weights outside their block, or run it another number of times."""
 BESIDE = (AS_IS, "fused", "single")
@@ -62,6 +55,7 @@ class Sharding(Strategy):
             keeps=0.5,
             lowers=frozenset({Memory.OPTIMIZER_STATE}),
             undo=False,
+            shards=Shards(weights=False),
         ),
         Level(
             name="zero2",
@@ -70,6 +64,7 @@ class Sharding(Strategy):
             keeps=0.5,
             lowers=frozenset({Memory.OPTIMIZER_STATE, Memory.GRADIENTS}),
             undo=False,
+            shards=Shards(gathers_twice=False),
         ),
         Level(
             name="full",
@@ -78,6 +73,7 @@ class Sharding(Strategy):
             keeps=0.55,
             made=0.0,
             undo=False,
+            shards=Shards(),
         ),
         Level(
             name="hybrid",
@@ -87,6 +83,7 @@ class Sharding(Strategy):
             made=0.0,
             undo=False,
             alone=True,
+            shards=Shards(groups=2),
         ),
         Level(
             name="full_offload",
@@ -96,6 +93,7 @@ class Sharding(Strategy):
             made=0.0,
             undo=False,
             alone=True,
+            shards=Shards(on_host=True),
         ),
     )
 
@@ -114,19 +112,20 @@ class Sharding(Strategy):
     def keeps(self, level: str, kind: Memory, levels: Mapping[str, str]) -> float:
         """Return the share of one rank; that of two if the number is not known."""
         ranks = levels.get("ranks", AS_IS)
-        on_host = level in WEIGHTS and WEIGHTS[level].on_host
-        if ranks == AS_IS or on_host or kind not in self.lowered(level):
+        shards = self.level(level).shards
+        own = kind in self.lowered(level)
+        if shards is None or shards.on_host or ranks == AS_IS or not own:
             return super().keeps(level, kind, levels)
-        groups = WEIGHTS[level].groups if level in WEIGHTS else 1
-        return groups / int(ranks)
+        return shards.groups / int(ranks)
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """Each parameter must step by itself."""
-        known = ELEMENTWISE if level in WEIGHTS else PER_PARAMETER
+        weights = self._of_weights(level)
+        known = ELEMENTWISE if weights else PER_PARAMETER
         others = [name for name in facts.optimizers if name not in known]
         if others:
             return f"{others[0]} may update parameters together"
-        if level not in WEIGHTS:
+        if weights is None:
             return None
         if any(root.compiled for root in facts.roots):
             return "the script compiles the model, and the weights are gathered block by block"
@@ -136,7 +135,7 @@ class Sharding(Strategy):
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """There must be ranks, and the state must have the form that the script gives it."""
-        shards = WEIGHTS.get(level)
+        shards = self._of_weights(level)
         if levels["ranks"] == AS_IS and not (shards and shards.on_host):
             return "sharding: it needs several ranks"
         groups = shards.groups if shards else 1
@@ -158,15 +157,20 @@ class Sharding(Strategy):
 
     def on_process(self, level: str, process: Process) -> Undo | None:
         """Let the script create a model that is too large for one device."""
-        shards = WEIGHTS.get(level)
+        shards = self._of_weights(level)
         return process.page_weights() if shards and shards.gathers_twice else None
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Shard the weights, if the level does. Raises ``Refused`` if other ranks are missing."""
-        if level not in WEIGHTS:
+        if (shards := self._of_weights(level)) is None:
             return None
-        return root.shard_weights(replace(WEIGHTS[level], half=HALF in root.levels.items()))
+        return root.shard_weights(replace(shards, half=HALF in root.levels.items()))
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Let each rank step its share. Raises ``Refused`` if other ranks are missing."""
-        return handle.shard_state(WEIGHTS.get(level))
+        return handle.shard_state(self._of_weights(level))
+
+    def _of_weights(self, level: str) -> Shards | None:
+        """Return how ``level`` shards the weights; ``None`` if it does not."""
+        shards = self.level(level).shards
+        return shards if shards is not None and shards.weights else None

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import autofit
+from autofit import strategies
 
 pytestmark = pytest.mark.quick
 
@@ -119,3 +120,53 @@ def test_names_are_of_the_field() -> None:
         )
     ]
     assert found == []
+
+
+OTHER_MEANINGS = {
+    "compile": "torch.compile, which the harness watches, and the phase of that name",
+    "loss": "the key of a loss in a model's output or in a log",
+    "ranks": "the number of processes, in documents, tables and command lines",
+    "weights": "a kind of memory",
+    "zero_grad": "the method of torch.optim.Optimizer",
+}
+"""Names of techniques that are words of others too, and what they are outside of ``strategies``."""
+NOT_TECHNIQUES = {
+    ("autofit/export/as_patch.py", "batch_size"): "the argument of a DataLoader",
+    ("autofit/export/as_patch.py", "precision"): "the argument of lightning.Trainer",
+    ("autofit/export/document.py", "micro_batch"): "the samples of a chunk in a result's document",
+    ("autofit/resilience/decorator.py", "batch_size"): "the argument of the user's function",
+    ("autofit/resilience/fallback.py", "batch_size"): "the same, in a table of remembered values",
+    ("autofit/running/run.py", "micro_batch"): "the samples of a chunk in a line of JSON",
+}
+"""Other strings that are equal to the name of a technique, by file."""
+LOOKUPS = re.compile(r"plan|levels|choices|strateg|replace|express|hand|changes", re.IGNORECASE)
+"""In a line with one of these, such a string is the technique."""
+
+
+def names_of_techniques() -> Iterator[tuple[str, str, str]]:
+    """Yield where the library outside of ``strategies`` names a technique: file, name and line."""
+    known = set(strategies.NAMES)
+    for path in sources():
+        if path.is_relative_to(ROOT / "strategies"):
+            continue
+        file, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+        lines, tree = text.splitlines(), ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in known:
+                yield file, str(node.value), lines[node.lineno - 1]
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("plan.replace"):
+                yield from ((file, k.arg, "plan") for k in node.keywords if k.arg in known)
+
+
+def test_only_a_technique_knows_its_name() -> None:
+    """Elsewhere a plan is asked what its levels do: see ``Level`` and ``Strategy``."""
+    found = list(names_of_techniques())
+    assert len(found) > len(NOT_TECHNIQUES), "the search finds none"
+    lookups = {
+        (file, name, line.strip())
+        for file, name, line in found
+        if (file, name) not in NOT_TECHNIQUES
+        and (name not in OTHER_MEANINGS or LOOKUPS.search(line))
+    }
+    assert lookups == set()
+    assert {(file, name) for file, name, _ in found} >= set(NOT_TECHNIQUES), "no longer there"

@@ -18,7 +18,7 @@ from autofit.analysis.verdicts import fits
 from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts
+from autofit.strategies import Facts
 from autofit.worker.records.trials import HORIZON
 
 GAIN = 0.02
@@ -164,7 +164,7 @@ def _seconds(
     """
     fixed, start = situation.fixed, situation.start
     here = fixed is not None and plan.follows(fixed)
-    starts = (0.0 if here else 1.0) + (1.0 - likely) * (plan["ranks"] != AS_IS)
+    starts = (0.0 if here else 1.0) + (1.0 - likely) * (plan.ranks > 1)
     return starts * start + SWITCH_SECONDS + model.compile_seconds(plan) + PROBED_STEPS * step
 
 

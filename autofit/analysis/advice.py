@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from autofit import strategies
 from autofit.analysis.fallback import FallbackContext
 from autofit.plan import Plan
-from autofit.space.static_memory import chunk_samples
-from autofit.strategies import AS_IS, Memory
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AUTO, Memory
 from autofit.units import format_size
 from autofit.worker.records.trials import CHECK, CHECK_STARVED, OutOfMemory
 
@@ -21,10 +19,10 @@ BY_HAND = {
 }
 """Advice for the user if no technique is left."""
 IN_USE = {
-    Memory.WEIGHTS: ("weights", "a smaller model, or less data on the device"),
-    Memory.OPTIMIZER_STATE: ("optimizer", "a smaller model, or an optimizer without state (SGD)"),
+    Memory.WEIGHTS: "a smaller model, or less data on the device",
+    Memory.OPTIMIZER_STATE: "a smaller model, or an optimizer without state (SGD)",
 }
-"""The strategy for each kind of memory, and the advice if the plan already uses that strategy."""
+"""Advice if the plan already lowers that kind of memory."""
 
 PROCESS = "the process"
 """Phase of a process that was killed before it could report its phase."""
@@ -61,8 +59,8 @@ def advice(found: OutOfMemory, plan: Plan, context: FallbackContext) -> str:
     lowered = Memory.ACTIVATIONS if short is Memory.WORKSPACE else short
     left = list(_left(lowered, plan, context))
     by_hand = BY_HAND[short]
-    if short in IN_USE and plan[IN_USE[short][0]] != AS_IS:
-        by_hand = IN_USE[short][1]
+    if short in IN_USE and any(short in strategy.lowered(level) for strategy, level in plan):
+        by_hand = IN_USE[short]
     if short is Memory.WORKSPACE:
         reason = "splitting the batch does not lower the memory of computations outside the model"
         techniques = f"; {_either(left)} would free memory for them" if left else ""
@@ -93,18 +91,15 @@ def _left(kind: Memory, plan: Plan, context: FallbackContext) -> Iterator[str]:
     Levels that were refused for this script are skipped.
     """
     for strategy in strategies.REGISTRY:
-        if strategy.name == "micro_batch":
-            size = chunk_samples(plan, context.facts)
-            splits = size is not None and size > 1 and kind in strategy.lowers
-            levels = [str(-(-size // 2))] if size is not None and splits else []
-        else:
-            names, now = [level.name for level in strategy.levels], plan[strategy.name]
-            further = names[names.index(now) + 1 :] if now in names else [names[-1]]
-            levels = [e for e in further if e != AUTO and kind in strategy.lowered(e)]
+        names, now = [level.name for level in strategy.levels], plan[strategy.name]
+        further = names[names.index(now) + 1 :] if now in names else names[-1:]
+        named = [level for level in further if level != AUTO]
+        levels = named or strategy.leaner_levels(now, context.facts)
         allowed = (
             level
             for level in levels
-            if context.allows(strategy.name, level)
+            if kind in strategy.lowered(level)
+            and context.allows(strategy.name, level)
             and not context.was_refused(plan.replace(**{strategy.name: level}))
         )
         yield from (strategy.describe(level) for level in list(allowed)[:1])

@@ -23,7 +23,7 @@ from autofit.space.catalogue import Space, clash
 from autofit.space.order import by_cost
 from autofit.space.static_memory import least_bytes
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts
+from autofit.strategies import Facts
 from autofit.worker.records.trials import HORIZON, TrialReport, Verdict
 
 REFINED = 3
@@ -46,11 +46,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchState:
-    """Everything on which the choice of the next plan depends.
-
-    Made from autofit's own tables, or from the trials of an Optuna study
-    (``autofit/tuning/sampler.py``).
-    """
+    """Everything on which the choice of the next plan depends."""
 
     space: Space
     finished: tuple[TrialRecord, ...]
@@ -126,7 +122,7 @@ class SearchState:
         for name, level in plan.searched.changes:
             if level not in levels[name]:
                 return f"{name} {level} is left out"
-        if plan["ranks"] != self.space.ranks:
+        if plan.ranks != self.space.ranks:
             return f"now each training has {self.space.ranks} ranks"
         ended = (*self.drifted, *refused(self.finished))
         if tainted(plan, ended, self.finished):
@@ -137,7 +133,7 @@ class SearchState:
     def _least_gain(self) -> float:
         if self.spreads_later:
             return GAIN_BEFORE_SPREAD
-        return GAIN if self.space.ranks == AS_IS else GAIN_SPREAD
+        return GAIN if self.space.ranks == 1 else GAIN_SPREAD
 
     def _holds(self, plan: Plan) -> bool:
         """Return whether the static memory under ``plan`` may fit the budget."""

@@ -34,6 +34,7 @@ that fits, and its step time at that size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -50,11 +51,8 @@ from autofit.space.communication import assumed, sent_bytes
 from autofit.space.static_memory import Static, total_bytes
 from autofit.space.static_memory import context as context_of
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Memory
-from autofit.strategies.checkpointing import ALL, Checkpointing
-from autofit.strategies.micro_batch import AUTO
-from autofit.strategies.ranks import Ranks, count
-from autofit.strategies.sharding import Sharding
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, Memory, Number, Waste
+from autofit.strategies.support.block_levels import ALL
 from autofit.worker.records.trials import HORIZON, Measurement, Verdict
 
 Array: TypeAlias = NDArray[np.float64]
@@ -65,23 +63,20 @@ SHORT_WINDOW = 2
 """A window of this many steps or fewer has more noise."""
 KNEE = 4.0
 """Exponent of the smooth maximum of compute and overhead; 1 would be their sum."""
-CHECKPOINTING = Checkpointing()
-SHARDING = Sharding()
+BLOCKS = strategies.counting(Number.BLOCKS)
 EFFECTS = tuple(
     (strategy, level)
     for strategy in strategies.REGISTRY
     for level in strategy.levels[1:]
-    if (strategy.name, level.name) != (CHECKPOINTING.name, AUTO) and strategy.name != Ranks.name
+    if (strategy.name, level.name) != (BLOCKS.name, AUTO) and strategy.number is not Number.RANKS
 )
 """Every level except the first one of each strategy: the parameters of the fit.
 
 Checkpointing has one parameter, for all blocks. The number of ranks has none.
 """
-BLOCKS = [(strategy.name, level.name) for strategy, level in EFFECTS].index(
-    (CHECKPOINTING.name, ALL)
-)
+ALL_BLOCKS = [(strategy.name, level.name) for strategy, level in EFFECTS].index((BLOCKS.name, ALL))
 """Index of that parameter."""
-IN_LOW_PRECISION = [strategy.name == "precision" for strategy, _ in EFFECTS]
+IN_LOW_PRECISION = [level.autocast is not None for _, level in EFFECTS]
 """Whether a level computes in lower precision."""
 SHARES = tuple(part / 6 for part in range(7))
 """Shares of the blocks among which a plan with an open number chooses."""
@@ -252,7 +247,7 @@ class CostModel:
         if measured:
             first = measured[0]
             design = _effects([first.plan], [first.blocks])
-            seconds = first.seconds * count(first.plan[Ranks.name])
+            seconds = first.seconds * first.plan.ranks
             seconds /= float(_factor(slowdowns[None], design)[0, 0])
         blocks = sum(root.blocks for root in self._facts.roots) or PRIORS.blocks
         launch = PRIORS.launch * blocks if cuda else PRIORS.cpu_launch * seconds
@@ -301,7 +296,7 @@ class CostModel:
         tried = [
             (column, share)
             for column, plan in enumerate(plans)
-            for share in (SHARES if plan["checkpointing"] == AUTO else (self._blocks(plan),))
+            for share in (SHARES if plan.blocks == AUTO else (self._blocks(plan),))
         ]
         columns = np.array([column for column, _ in tried], dtype=int)
         designs = self._designs([plans[column] for column in columns], [s for _, s in tried])
@@ -314,7 +309,7 @@ class CostModel:
         most = np.array([pruning.max_micro_batch(plan, self._finished) for plan in plans])[columns]
         room = (self._budget / short - rest) / slope
         largest = np.floor(np.clip(room, 0.0, np.minimum(most, whole - 1)))
-        splits = np.array([plan["micro_batch"] == AUTO for plan in plans])[columns]
+        splits = np.array([plan.splits and plan.chunk is None for plan in plans])[columns]
         fits = self._peak(memory, designs, whole) * short <= self._budget
         samples = np.where(fits & (most >= whole), whole, np.where(splits, largest, 0.0))
         late = np.exp(self._time.deviation * self._rng.standard_normal(shape))[:, columns]
@@ -358,20 +353,19 @@ class CostModel:
 
     def _blocks(self, plan: Plan) -> float:
         """Return the share of the blocks that is checkpointed under ``plan``."""
-        return CHECKPOINTING.block_share(plan[CHECKPOINTING.name], self._facts)
+        return BLOCKS.extent(plan.blocks, self._facts)
 
     def _designed(self, plans: Sequence[Plan]) -> Designs:
         return self._designs(plans, [self._blocks(plan) for plan in plans])
 
     def _designs(self, plans: Sequence[Plan], blocks: Sequence[float]) -> Designs:
         """Return the designs of ``plans``; ``blocks`` is the share that each checkpoints."""
-        levels = [plan.levels for plan in plans]
         return Designs(
             effects=_effects(plans, blocks),
             whole=np.array([self._whole(plan) for plan in plans]),
-            ranks=np.array([float(count(each[Ranks.name])) for each in levels]),
+            ranks=np.array([float(plan.ranks) for plan in plans]),
             shards={
-                kind: np.array([_shard(kind, each) for each in levels], dtype=float)
+                kind: np.array([_shard(kind, plan) for plan in plans], dtype=float)
                 for kind in Memory
             },
             sending=np.array(
@@ -382,7 +376,7 @@ class CostModel:
 
     def _whole(self, plan: Plan) -> float:
         """Return the samples in a batch of one rank under ``plan``."""
-        return max(1.0, plan.samples(round(self._batch)) / count(plan[Ranks.name]))
+        return max(1.0, plan.samples(round(self._batch)) / plan.ranks)
 
     def _bounds(self, trial: TrialRecord) -> list[Row]:
         """Return a lower bound on the peak at the size that ran out of memory, if one did."""
@@ -390,12 +384,11 @@ class CostModel:
         if short is None:
             return []
         plan, whole = trial.plan.searched, self._whole(trial.plan)
-        level = short.checkpointing or trial.plan["checkpointing"]
+        level = short.checkpointing or trial.plan.blocks
         out = trial.verdict is Verdict.OUT_OF_MEMORY
         at_most = ALL if out else AS_IS  # a peak beyond the budget is certain there
-        blocks = CHECKPOINTING.block_share(at_most if level == AUTO else level, self._facts)
-        split = trial.plan["micro_batch"]
-        smallest = {AS_IS: whole, AUTO: 1.0}.get(split) or float(split)
+        blocks = BLOCKS.extent(at_most if level == AUTO else level, self._facts)
+        smallest = float(trial.plan.chunk or 1) if trial.plan.splits else whole
         size = short.micro_batch or (smallest if out else whole)
         return [Row(plan, blocks, min(float(size), whole), float(trial.budget))]
 
@@ -495,21 +488,22 @@ def _effects(plans: Sequence[Plan], blocks: Sequence[float]) -> Array:
     """
     rows = [[plan[strategy.name] == level.name for strategy, level in EFFECTS] for plan in plans]
     design = np.array(rows, dtype=float).reshape(len(plans), len(EFFECTS))
-    design[:, BLOCKS] = blocks
+    design[:, ALL_BLOCKS] = blocks
     return design
 
 
-def _shard(kind: Memory, levels: Mapping[str, str]) -> float:
+def _shard(kind: Memory, plan: Plan) -> float:
     """Return the share of a kind of memory that one rank keeps."""
-    level = levels[SHARDING.name]
-    return 1.0 if level == AS_IS else SHARDING.keeps(level, kind, levels)
+    levels = plan.levels
+    sharding = (pair for pair in plan if pair[0].level(pair[1]).shards)
+    return math.prod(strategy.keeps(level, kind, levels) for strategy, level in sharding)
 
 
 def _factor(effects: Array, design: Array) -> Array:
     """Return the product of the effects of each plan, for each row of ``effects``."""
     others = design.copy()
-    others[:, BLOCKS] = 0.0
-    checkpointed = np.expm1(effects[:, [BLOCKS]]) * design[:, BLOCKS]
+    others[:, ALL_BLOCKS] = 0.0
+    checkpointed = np.expm1(effects[:, [ALL_BLOCKS]]) * design[:, ALL_BLOCKS]
     return np.asarray(np.exp(effects @ others.T) * (1.0 + checkpointed))
 
 
@@ -522,7 +516,7 @@ def _lowers() -> dict[Memory, Array]:
     """
     lowered = [
         strategy.lowered(level.name)
-        if strategy.name != SHARDING.name and not strategy.drops_samples(level.name)
+        if level.shards is None and not strategy.drops_samples(level.name)
         else frozenset()
         for strategy, level in EFFECTS
     ]
@@ -596,7 +590,7 @@ def _shortest_wait(finished: Iterable[TrialRecord], facts: Facts) -> float:
 
 def _loads(plan: Plan, facts: Facts) -> bool:
     """Return whether the process loads each batch itself, before the step."""
-    return facts.workers == 0 and plan["data_loading"] == AS_IS
+    return facts.workers == 0 and plan.without_remedy(Waste.DATA_WAIT) == plan
 
 
 def _observations(trial: TrialRecord, facts: Facts, wait: float) -> list[Observation]:
@@ -611,7 +605,7 @@ def _observations(trial: TrialRecord, facts: Facts, wait: float) -> list[Observa
     return [
         Observation(
             plan=trial.plan.searched,
-            blocks=CHECKPOINTING.block_share(plan[CHECKPOINTING.name], facts),
+            blocks=BLOCKS.extent(plan.blocks, facts),
             samples=float(each.micro_batch),
             seconds=(each.seconds * (1.0 - each.data_wait) + wait if loads else each.seconds)
             * (facts.effective_batch or each.effective_batch)

@@ -11,7 +11,7 @@ from autofit.analysis.verdicts import refused, tainted
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.space.order import expected
-from autofit.space.static_memory import chunk_samples, freed_bytes
+from autofit.space.static_memory import freed_bytes
 from autofit.storage import TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, Memory
 
@@ -96,9 +96,7 @@ def next_fallback(
     def order(fallback: Plan) -> tuple[bool, bool, bool, float]:
         bytes_ = freed(fallback)
         lower, short = fallback.fidelity(facts) > faithful, bytes_ < missing
-        same = (
-            plan["checkpointing"].isdecimal() and plan["checkpointing"] == fallback["checkpointing"]
-        )
+        same = plan.blocks.isdecimal() and plan.blocks == fallback.blocks
         return lower, short, same, -bytes_ if short else expected(fallback, facts)
 
     derived = sorted(_derived(plan, context, activations=activations), key=order)
@@ -145,14 +143,7 @@ def _measured(plan: Plan, context: FallbackContext) -> Iterator[Plan]:
 
 def _derived(plan: Plan, context: FallbackContext, *, activations: bool) -> Iterator[Plan]:
     """Yield the plans that differ by one level and trade speed for memory."""
-    size = chunk_samples(plan, context.facts)
-    if activations and size is not None and size > 1:
-        half = str(-(-size // 2))
-        if context.allows("micro_batch", half):
-            yield plan.replace(micro_batch=half)
     for strategy in strategies.REGISTRY:
-        if strategy.name == "micro_batch":
-            continue
         for level in strategy.leaner_levels(plan[strategy.name], context.facts):
             lowered = strategy.lowered(level)
             helps = bool(lowered if activations else lowered - {Memory.ACTIVATIONS})

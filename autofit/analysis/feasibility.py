@@ -21,9 +21,7 @@ from autofit.space.catalogue import Space, clash
 from autofit.space.order import by_activations, by_change
 from autofit.space.static_memory import KINDS, expected_bytes, least_bytes
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts
-from autofit.strategies.allocator import EXPANDABLE
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, SPLIT, Facts, Waste
 from autofit.worker.records.trials import Verdict
 
 MIN_EXTRA = 0.05
@@ -54,34 +52,36 @@ class LevelSet:
     @classmethod
     def of(cls, plan: Plan) -> LevelSet:
         """Return the level set that a plan contains. Its ``free_bytes`` is 0, for unknown."""
-        split = AS_IS if plan["micro_batch"] == AS_IS else AUTO
-        return cls(
-            (*((name, plan[name]) for name in STATIC_STRATEGIES), ("micro_batch", split)), 0.0
-        )
+        split = AUTO if plan.splits else AS_IS
+        return cls((*((name, plan[name]) for name in STATIC_STRATEGIES), (SPLIT, split)), 0.0)
 
     def plans(self, space: Space) -> tuple[Plan, ...]:
         """Return the plans of a search that contain this set.
 
-        Every level of ``weights`` enters bf16 autocast itself. If the set has such a level, only
-        the plans with ``precision`` at ``bf16`` are returned, to avoid duplicates.
+        A level may imply one of another strategy. Only the plans with both are returned, to avoid
+        duplicates.
         """
         levels = dict(self.levels)
-        half = levels["weights"] != AS_IS and "bf16" in space.choices("precision")
-        return space.plans({**levels, "precision": "bf16"} if half else levels)
+        implied = (strategies.get(name).level(level).implies for name, level in self.levels)
+        for name, level in (pair for each in implied for pair in each.items()):
+            if level in space.choices(name):
+                levels[name] = level
+        return space.plans(levels)
 
     def leanest(self, space: Space) -> Plan | None:
         """Return the plan with this set that needs the least memory for activations.
 
         The smaller expected step time decides between equals.
         """
-        grows = self.own_process and EXPANDABLE in space.choices("allocator")
         found = [
             plan
             for plan in self.plans(space)
-            if plan.unsized == plan and plan["allocator"] == plan["data_loading"] == AS_IS
+            if plan.unsized == plan and not any(strategy.remedies for strategy, _ in plan)
         ]
         plan = min(found, key=by_activations, default=None)
-        return plan.replace(allocator=EXPANDABLE) if plan is not None and grows else plan
+        if plan is None or not self.own_process:
+            return plan
+        return space.remedied(plan, Waste.FRAGMENTATION) or plan
 
 
 def level_sets_needed(
@@ -111,7 +111,7 @@ def level_sets_within(
     """
     found = []
     for levels in _sets(space):
-        plan = Plan.of({**levels, "ranks": space.ranks})
+        plan = space.ranked(Plan.of(levels))
         if least_bytes(plan, facts, cuda=cuda) <= budget and clash(plan) is None:
             free_bytes = budget - expected_bytes(plan, facts, budget, cuda=cuda)
             order = (free_bytes <= 0, *by_change(plan, facts))
@@ -127,7 +127,7 @@ def next_level_set(
     If a set ran out of memory in a fragmented heap, it is tried again in a process of its own.
     Otherwise the next set must leave clearly more memory free. After ``MAX_SHORT`` sets ran out of
     memory, the set that leaves the most is tried in a process of its own. This is repeated for each
-    level of ``adapters``, first for ``as_is``.
+    level that freezes the weights, first for training all of them.
     """
     ended = _trials_by_set(found, space, finished)
     short = [each for each in ended if ended[each][-1].verdict is Verdict.OUT_OF_MEMORY]
@@ -143,8 +143,10 @@ def next_level_set(
     larger = [each for each in left if each.free_bytes >= enough]
     if larger and len(short) < MAX_SHORT:
         return larger[0]
-    for level in space.choices("adapters"):
-        same = [each for each in (*short, *left) if ("adapters", level) in each.levels]
+    freezing = (strategy.name for strategy in strategies.REGISTRY if strategy.freezes)
+    frozen = [(name, level) for name in freezing for level in space.choices(name)]
+    for level in frozen:
+        same = [each for each in (*short, *left) if level in each.levels]
         largest = max(same, key=lambda each: each.free_bytes, default=None)
         if largest is not None and (largest in left or largest in uncertain):
             return replace(largest, own_process=True)
@@ -162,7 +164,7 @@ def _trials_by_set(
     ended: dict[LevelSet, list[TrialRecord]] = {}
     for trial in finished:
         level_set = known.get(LevelSet.of(trial.plan).levels)
-        plan = trial.plan.replace(allocator=AS_IS)
+        plan = trial.plan.without_remedy(Waste.FRAGMENTATION)
         if level_set is not None and plan == level_set.leanest(space):
             ended.setdefault(level_set, []).append(trial)
     return ended
@@ -184,10 +186,10 @@ def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord])
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:
     """Yield every combination of their levels, with the batch split and whole."""
     choices = dict(space.levels)
-    splits = [AUTO, AS_IS] if AUTO in choices["micro_batch"] else [AS_IS]
+    splits = [AUTO, AS_IS] if AUTO in choices[SPLIT] else [AS_IS]
     each = [_lowering(name, space.choices(name)) for name in STATIC_STRATEGIES]
     for split, levels in itertools.product(splits, itertools.product(*each)):
-        yield {**dict(zip(STATIC_STRATEGIES, levels, strict=True)), "micro_batch": split}
+        yield {**dict(zip(STATIC_STRATEGIES, levels, strict=True)), SPLIT: split}
 
 
 def _lowering(name: str, choices: tuple[str, ...]) -> tuple[str, ...]:

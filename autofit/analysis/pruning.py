@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from autofit.plan import Plan
 from autofit.space.order import leaner, only_saves
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS
-from autofit.strategies.checkpointing import ALL
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, Number, Waste
+from autofit.strategies.support.block_levels import ALL
 from autofit.units import parse_size
 from autofit.worker.records.trials import Verdict
 
@@ -34,7 +33,7 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
         batch: Samples in one call of the model in the script, if known.
     """
     finished = tuple(finished)
-    if plan["micro_batch"] != AS_IS and any(s.drops_samples(level) for s, level in plan):
+    if plan.splits and any(s.drops_samples(level) for s, level in plan):
         return "its batch is split already, so a smaller batch saves no memory"
     for trial in finished:
         if (leaner(plan, trial.plan) or only_saves(plan, trial.plan)) and _fits_whole_batch(
@@ -45,11 +44,7 @@ def dominated(plan: Plan, finished: Iterable[TrialRecord], batch: int | None) ->
             return f"{trial.plan} needs less memory and does not fit"
         if _includes(trial, plan):
             return f"{trial.plan} includes it"
-    return (
-        _allocator_suffices(plan, finished, batch)
-        or _data_is_fast_enough(plan, finished)
-        or _lacks_size(plan, finished)
-    )
+    return _remedy_is_idle(plan, finished, batch) or _lacks_size(plan, finished)
 
 
 def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
@@ -61,7 +56,7 @@ def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
     levels lower the activations. The bound is infinite if the batch is whole.
     """
     limits = [math.inf]
-    for trial in finished if plan["micro_batch"] != AS_IS else ():
+    for trial in finished if plan.splits else ():
         if trial.measurement is None or trial.report is None:
             continue
         found, short = trial.measurement.micro_batch, trial.report.out_of_memory
@@ -77,11 +72,11 @@ def max_micro_batch(plan: Plan, finished: Iterable[TrialRecord]) -> float:
 def _includes(trial: TrialRecord, plan: Plan) -> bool:
     """Return whether a complete trial chose the number of blocks, and ``plan`` has one of these."""
     report = trial.report
-    if report is None or plan["checkpointing"] not in (AS_IS, ALL):
+    if report is None or plan.blocks not in (AS_IS, ALL):
         return False
     measured = report.verdict is Verdict.MEASURED and not report.reason
     complete = measured or report.verdict is Verdict.OUT_OF_MEMORY
-    return complete and plan.replace(checkpointing=AUTO) == trial.plan
+    return complete and plan.with_number(Number.BLOCKS, AUTO) == trial.plan
 
 
 def _lacks_size(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
@@ -97,7 +92,7 @@ def _lacks_size(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
     if trial is None or trial.verdict is Verdict.MEASURED:
         return None
     if trial.verdict is Verdict.OUT_OF_MEMORY and plan.sized_keeps < 1.0:
-        return None if plan["micro_batch"] == AS_IS else f"{unsized} fits at no size"
+        return f"{unsized} fits at no size" if plan.splits else None
     return f"{unsized} could not be measured"
 
 
@@ -108,43 +103,47 @@ def waits_for_unsized(plan: Plan, finished: Sequence[TrialRecord]) -> bool:
 
 def _finds_size(plan: Plan, sized: Plan) -> bool:
     """Return whether a trial of ``plan`` finds the numbers of ``sized``; it may checkpoint more."""
-    return plan in (sized.unsized, sized.unsized.replace(checkpointing=AUTO))
+    return plan in (sized.unsized, sized.unsized.with_number(Number.BLOCKS, AUTO))
 
 
-def _allocator_suffices(
-    plan: Plan, finished: Sequence[TrialRecord], batch: int | None
-) -> str | None:
-    """Return why another allocator setting is not worth a trial; ``None`` if it is.
+def _remedy_is_idle(plan: Plan, finished: Sequence[TrialRecord], batch: int | None) -> str | None:
+    """Return why a level that lowers a waste is not worth a trial; ``None`` if it is.
 
-    An allocator setting costs a launch of its own. It is tried only if the same plan with the
-    default setting was short of memory and lost a part of it to fragmentation.
+    An allocator setting, for example, costs a launch of its own. It is tried only if the same plan
+    without it was short of memory and lost a part of it to fragmentation.
     """
-    if plan["allocator"] == AS_IS:
-        return None
-    plain = plan.replace(allocator=AS_IS)
-    trial = next((each for each in finished if each.plan == plain), None)
-    if trial is None:
-        return f"{plain} comes first"
+    for waste in Waste:
+        plain = plan.without_remedy(waste)
+        if plain == plan:
+            continue
+        trial = next((each for each in finished if each.plan == plain), None)
+        if trial is None:
+            return f"{plain} comes first"
+        if found := SHOWN[waste](trial, batch):
+            return f"{plain} {found}"
+    return None
+
+
+def _no_fragmentation(trial: TrialRecord, batch: int | None) -> str | None:
+    """Return why less fragmentation would not help a trial; ``None`` if it may."""
     if _fits_whole_batch(trial, batch):
-        return f"{plain} fits with the whole batch"
+        return "fits with the whole batch"
     if fragmentation(trial) < FRAGMENTED:
-        return f"{plain} loses less than {FRAGMENTED:.0%} of the memory to fragmentation"
+        return f"loses less than {FRAGMENTED:.0%} of the memory to fragmentation"
     return None
 
 
-def _data_is_fast_enough(plan: Plan, finished: Sequence[TrialRecord]) -> str | None:
-    """Return why another way to load data is not worth a trial; ``None`` if it is."""
-    if plan["data_loading"] == AS_IS:
-        return None
-    plain = plan.replace(data_loading=AS_IS)
-    trial = next((each for each in finished if each.plan == plain), None)
-    if trial is None:
-        return f"{plain} comes first"
+def _no_data_wait(trial: TrialRecord, batch: int | None) -> str | None:
+    """Return why faster loading would not help a trial; ``None`` if it may."""
     if trial.measurement is None:
-        return f"{plain} could not be measured"
+        return "could not be measured"
     if trial.measurement.data_wait < MIN_DATA_WAIT:
-        return f"{plain} waits for data less than {MIN_DATA_WAIT:.0%} of the time"
+        return f"waits for data less than {MIN_DATA_WAIT:.0%} of the time"
     return None
+
+
+SHOWN = {Waste.FRAGMENTATION: _no_fragmentation, Waste.DATA_WAIT: _no_data_wait}
+"""For each waste, why a trial shows too little of it."""
 
 
 def fragmentation(trial: TrialRecord) -> float:
@@ -167,4 +166,4 @@ def _fits_whole_batch(trial: TrialRecord, batch: int | None) -> bool:
     measurement = trial.measurement
     if trial.verdict is not Verdict.MEASURED or measurement is None or measurement.strained:
         return False
-    return trial.plan["micro_batch"] == AS_IS or measurement.micro_batch == batch
+    return not trial.plan.splits or measurement.micro_batch == batch

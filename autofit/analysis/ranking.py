@@ -14,7 +14,7 @@ from autofit.analysis.verdicts import best_plan, corrected, fits, tainted
 from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
-from autofit.strategies import AS_IS, Fidelity
+from autofit.strategies import Fidelity
 from autofit.units import exact_size, format_size
 from autofit.worker.records.phases import Seconds, added
 from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
@@ -175,7 +175,7 @@ def _elsewhere(
 ) -> tuple[Plan, Measurement] | None:
     """Return the fastest plan on another number of devices than ``plan``, and its figures."""
     for trial in ranked_sound(trials, budget):
-        if trial.plan["ranks"] != plan["ranks"] and trial.measurement is not None:
+        if trial.plan.ranks != plan.ranks and trial.measurement is not None:
             return best_plan(trial), trial.measurement
     return None
 
@@ -227,7 +227,7 @@ def extent(plan: Plan) -> tuple[Fidelity, int, bool]:
 
     A plan that splits the batch changes more than another one with as many levels.
     """
-    return plan.fidelity(), len(plan.changes), plan["micro_batch"] != AS_IS
+    return plan.fidelity(), len(plan.changes), plan.splits
 
 
 def preferred_unconfirmed(

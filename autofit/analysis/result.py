@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
-from autofit.strategies.ranks import count
 from autofit.units import format_size
 from autofit.worker.records.phases import Seconds
 from autofit.worker.records.trials import Measurement, Script, Verdict
@@ -61,4 +60,4 @@ class Result:
     @property
     def devices(self) -> int:
         """Number of devices of the training under the plan."""
-        return max(self.ranks, count(self.plan["ranks"]))
+        return max(self.ranks, self.plan.ranks)

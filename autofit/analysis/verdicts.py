@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from autofit import strategies
 from autofit.equivalence.compare import compare, divergence, finite
-from autofit.plan import SPLITTING, Plan
+from autofit.plan import Plan
 from autofit.space.order import by_cost
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity
+from autofit.strategies import SPLIT, Facts, Fidelity
 from autofit.worker.records.phases import added
 from autofit.worker.records.traces import Trace
 from autofit.worker.records.trials import CHECK, Measurement, OutOfMemory, TrialReport, Verdict
@@ -93,8 +93,7 @@ def _steps_compared(
         return Comparison(report=report, without_reference=True)
     if expected.repeats is False:
         return Comparison(report=report)
-    plans = (report.plan, expected.plan)
-    splits = any(plan[name] != AS_IS for plan in plans for name in SPLITTING)
+    splits = report.plan.divides or expected.plan.divides
     steps = compare(trace, expected.trace, fidelity, splits=splits)
     if steps.drifted is not None:
         return Comparison(report=_drifted(report, steps.drifted))
@@ -314,7 +313,7 @@ def tainted(plan: Plan, ended: Iterable[TrialReport], finished: Sequence[TrialRe
         found = culprit(report, finished)
         levels = dict([found] if found else _suspected(set(report.plan.searched.changes)))
         if len(levels) > 1 and report.verdict is Verdict.DRIFTED:
-            levels.pop("micro_batch", None)
+            levels.pop(SPLIT, None)
         if levels and levels.items() <= plan.searched.levels.items():
             return True
     return False

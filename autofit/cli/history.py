@@ -106,7 +106,7 @@ def delete(study: str, yes: bool, storage: str | None, as_json: bool) -> None:
     """Delete STUDY with its trials. The plans that were verified stay known."""
     from autofit.analysis.studies import stored_study, study_named
     from autofit.export.records import study_document
-    from autofit.tuning.study import delete_study
+    from autofit.tuning.optuna_study import delete_study
     from autofit.view.words import many
 
     with _store(storage) as store:

@@ -12,8 +12,7 @@ from typing import Any
 from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
 from autofit.storage import EvidenceKey, Store
-from autofit.strategies import AS_IS
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AUTO, Number
 from autofit.worker.harness.measurement.source_digests import digest_of
 from autofit.worker.records.trials import Proven, Script, Verified
 
@@ -82,6 +81,6 @@ def stored(storage: str, key: EvidenceKey, script: Script) -> Evidence:
 
 
 def _plan_key(plan: Plan) -> str:
-    if plan["micro_batch"] != AS_IS and plan.unsized == plan:
-        plan = plan.replace(micro_batch=AUTO)
+    if plan.splits and plan.unsized == plan:
+        plan = plan.with_number(Number.SAMPLES, AUTO)
     return hashlib.sha256(repr((PLAN, plan.changes)).encode()).hexdigest()

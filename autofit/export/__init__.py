@@ -64,7 +64,7 @@ def lost(form: str, result: Result) -> tuple[str, ...]:
     return tuple(
         f"{strategy.name} {level} ({found.told(strategy, level)})"
         for strategy, level in result.plan
-        if strategy.name not in found.strategies
+        if not found.carries(strategy, level)
     )
 
 

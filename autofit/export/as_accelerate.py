@@ -12,16 +12,13 @@ from typing import Any
 from autofit.analysis.result import Result
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.export.header import launched_with
-from autofit.strategies import AS_IS
+from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import ScriptPart
-from autofit.strategies.precision import AUTOCAST
 
 FSDP = "ACCELERATE_USE_FSDP"
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 RENAMED = {"fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap"}
 """Keys of the config file for variables that have another name, in lower case."""
-IN_FSDP = ("zero2", "full", "hybrid", "full_offload")
-"""Levels of ``sharding`` that FSDP2 has too."""
 BEFORE = "before accelerator.prepare()"
 PARTS = dict.fromkeys((ScriptPart.MODEL, ScriptPart.OPTIMIZER, ScriptPart.LOADER), BEFORE)
 """Where a script with an ``Accelerator`` has what is set by hand."""
@@ -47,34 +44,24 @@ def render(result: Result) -> str:
 
 def settings(result: Result) -> Carried:
     """Return the fields of Accelerate's ``ClusterConfig`` for the plan of ``result``."""
-    plan, found, launched = result.plan, Carried(parts=PARTS), launched_with(result)
-    precision = launched.get("ACCELERATE_MIXED_PRECISION", "no")
-    if plan["precision"] in AUTOCAST:
-        precision = plan["precision"]
-        found.express("precision")
-    dynamo: dict[str, Any] = {}
-    if plan["compile"] in ("regional", "full"):
-        regional = plan["compile"] == "regional"
-        dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}
-        found.express("compile")
-        found.notes.append("Compiled dropout draws Inductor's own random numbers.")
+    found, launched, shards = Carried(parts=PARTS), launched_with(result), result.plan.shards
     fsdp = _fsdp(launched) if FSDP in launched else _fsdp_of(result, found)
-    if fsdp is not None and plan["checkpointing"] == "all":
-        fsdp["fsdp_activation_checkpointing"] = True
-        found.express("checkpointing")
     deepspeed = _deepspeed(launched) if DEEPSPEED in launched else _deepspeed_of(result, found)
-    found.fields |= {
+    found.fields = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _kind(result, fsdp, deepspeed),
-        "mixed_precision": precision,
+        "mixed_precision": launched.get("ACCELERATE_MIXED_PRECISION", "no"),
         "use_cpu": result.hardware.device == "cpu",
         "debug": False,
         "num_processes": result.devices,
-        "dynamo_config": dynamo,
+        "dynamo_config": {},
         "fsdp_config": fsdp,
         "deepspeed_config": deepspeed,
-        "parallelism_config": _halves(result) if plan["sharding"] == "hybrid" else None,
+        "parallelism_config": _groups(result, shards.groups)
+        if shards and shards.groups > 1
+        else None,
     }
+    found.express_settings("accelerate", result, fsdp=fsdp is not None)
     _about_batches(result, found)
     _about_precision(result, found, fsdp, deepspeed)
     return found
@@ -93,10 +80,10 @@ def _kind(result: Result, fsdp: object, deepspeed: object) -> str:
 
 def _fsdp_of(result: Result, found: Carried) -> dict[str, Any] | None:
     """Return the section for FSDP2 if the plan shards weights."""
-    level = result.plan["sharding"]
-    if level not in IN_FSDP:
+    shards = result.plan.shards
+    if shards is None or not shards.weights:
         return None
-    found.express("sharding")
+    found.express_shards(result.plan)
     own = result.facts is not None and any(root.transformers for root in result.facts.roots)
     if not own:
         found.notes.append("FSDP gathers the model as one unit. To gather it block by block, set")
@@ -104,27 +91,28 @@ def _fsdp_of(result: Result, found: Carried) -> dict[str, Any] | None:
         found.notes.append("  in fsdp_transformer_layer_cls_to_wrap.")
     return {
         "fsdp_version": 2,
-        "fsdp_reshard_after_forward": level != "zero2",
+        "fsdp_reshard_after_forward": shards.gathers_twice,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if own else "NO_WRAP",
         "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_offload_params": level == "full_offload",
+        "fsdp_offload_params": shards.on_host,
     }
 
 
-def _halves(result: Result) -> dict[str, Any]:
-    """Return the section that shards weights within each half of the ranks."""
+def _groups(result: Result, groups: int) -> dict[str, Any]:
+    """Return the section that shards weights within each group of the ranks."""
     name = "parallelism_config_dp"
-    return {f"{name}_replicate_size": 2, f"{name}_shard_size": result.devices // 2}
+    return {f"{name}_replicate_size": groups, f"{name}_shard_size": result.devices // groups}
 
 
 def _deepspeed_of(result: Result, found: Carried) -> dict[str, Any] | None:
     """Return the section for DeepSpeed if the plan shards the optimizer state alone."""
-    if result.plan["sharding"] != "zero1":
+    shards = result.plan.shards
+    if shards is None or shards.weights:
         return None
-    found.express("sharding")
+    found.express_shards(result.plan)
     chunks = parts(result)
     if chunks is not None:
-        found.express("micro_batch")
+        found.express_number(Number.SAMPLES)
     return {
         "zero_stage": 1,
         "gradient_accumulation_steps": chunks or 1,
@@ -137,16 +125,16 @@ def _deepspeed_of(result: Result, found: Carried) -> dict[str, Any] | None:
 def _about_batches(result: Result, found: Carried) -> None:
     """Say what the script has to change, because it makes the loader."""
     plan, size = result.plan, result.measurement.micro_batch
-    split = "micro_batch" in found.strategies
-    if plan["ranks"] != AS_IS:
-        found.express("ranks")
+    split = SPLIT in found.strategies
+    if plan.ranks > 1:
+        found.express_number(Number.RANKS)
         each = size if split else samples_a_device(result)
         found.in_script.append(f"each process takes {each} samples a batch from its loader")
         if not split:
             found.notes.append(
                 "DataLoaderConfiguration(split_batches=True), given to the Accelerator, does so."
             )
-    if plan["micro_batch"] != AS_IS and not split:
+    if plan.splits and not split:
         found.by_hand |= accumulation(result)
     if result.devices > 1 and result.hardware.device == "cpu":
         found.notes.append("On a CPU, accelerate launch starts one process; only MPI starts more.")
@@ -162,7 +150,7 @@ def accumulation(result: Result) -> dict[str, str]:
         f" Accelerator(gradient_accumulation_steps={chunks}), and the training step inside"
         " `with accelerator.accumulate(model):`"
     )
-    return {"micro_batch": told}
+    return {SPLIT: told}
 
 
 def _about_precision(result: Result, found: Carried, fsdp: object, deepspeed: object) -> None:
@@ -170,15 +158,13 @@ def _about_precision(result: Result, found: Carried, fsdp: object, deepspeed: ob
     found.notes.append(
         "Only scripts that make an Accelerator read this file: accelerate launch --config_file."
     )
-    low = result.plan["precision"]
+    low = found.fields["mixed_precision"] if result.plan.autocast else None
     if fsdp is not None and low == "bf16":
         found.notes.append(
             "Under FSDP Accelerate's bf16 gathers weights and reduces gradients in bf16 too."
         )
-    if deepspeed is not None and low in AUTOCAST:
+    if deepspeed is not None and low is not None:
         found.notes.append(f"Under DeepSpeed Accelerate's {low} converts the weights too.")
-    if low == "fp16":
-        found.notes.append("Accelerate's own scaler scales the loss, not the model's call.")
 
 
 def _fsdp(launched: dict[str, str]) -> dict[str, Any]:

@@ -13,21 +13,11 @@ from autofit.analysis.result import Result
 from autofit.export.as_python import IMPORTS, around, block_search
 from autofit.export.carried import Carried, comments, parts, samples_a_device
 from autofit.plan import Plan
-from autofit.strategies import AS_IS
-from autofit.strategies.base import ByHand, ScriptPart
+from autofit.strategies import Number
+from autofit.strategies.base import ByHand, ScriptPart, Shards
 
-PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-"""Values of ``precision`` for the levels that Lightning has."""
 STRATEGIES = "lightning.pytorch.strategies"
 """The module of Lightning's strategies."""
-SHARDED = {
-    "zero1": "DeepSpeedStrategy(stage=1)",
-    "zero2": 'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")',
-    "full": 'FSDPStrategy(sharding_strategy="FULL_SHARD")',
-    "hybrid": 'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, {half}))',
-    "full_offload": 'FSDPStrategy(sharding_strategy="FULL_SHARD", cpu_offload=True)',
-}
-"""Lightning's strategy for each level of ``sharding``."""
 PARTS = {
     ScriptPart.MODEL: "in setup() of the LightningModule",
     ScriptPart.OPTIMIZER: "in configure_optimizers()",
@@ -105,28 +95,37 @@ def settings(result: Result) -> Carried:
 def arguments(result: Result) -> Carried:
     """Return the arguments of ``Trainer`` itself for the plan of ``result``, each as code."""
     plan, found = result.plan, Carried(parts=PARTS)
-    if plan["precision"] in PRECISIONS:
-        found.express("precision", {"precision": f'"{PRECISIONS[plan["precision"]]}"'})
-    if plan["precision"] == "fp16":
-        found.notes.append("Lightning's own scaler scales the loss, not the model's call.")
+    found.express_settings("lightning", result)
     chunks = parts(result)
     if chunks is not None:
-        found.express("micro_batch", {"accumulate_grad_batches": str(chunks)})
-    if plan["ranks"] != AS_IS:
-        found.express("ranks", {"devices": str(result.devices), "strategy": '"ddp"'})
-    if plan["sharding"] in SHARDED:
-        code = SHARDED[plan["sharding"]].format(half=result.devices // 2)
-        found.express("sharding", {"strategy": f"{STRATEGIES}.{code}"})
+        found.express_number(Number.SAMPLES, {"accumulate_grad_batches": str(chunks)})
+    if plan.ranks > 1:
+        ddp = {"devices": str(result.devices), "strategy": '"ddp"'}
+        found.express_number(Number.RANKS, ddp)
+    if plan.shards is not None:
+        code = _sharded(plan.shards, result.devices)
+        found.express_shards(plan, {"strategy": f"{STRATEGIES}.{code}"})
     if (size := batch_size(result)) is not None:
         found.in_script.append(f"the training DataLoader of each process has batch_size={size}")
     return found
+
+
+def _sharded(shards: Shards, devices: int) -> str:
+    """Return Lightning's strategy that shards in this way, as code."""
+    if not shards.weights:
+        return "DeepSpeedStrategy(stage=1)"
+    kind = "FULL_SHARD" if shards.gathers_twice else "SHARD_GRAD_OP"
+    kind = "HYBRID_SHARD" if shards.groups > 1 else kind
+    mesh = f", device_mesh=({shards.groups}, {devices // shards.groups})"
+    more = (mesh if shards.groups > 1 else "") + (", cpu_offload=True" if shards.on_host else "")
+    return f'FSDPStrategy(sharding_strategy="{kind}"{more})'
 
 
 def batch_size(result: Result) -> int | None:
     """Return the samples in a batch of the script's loader; ``None`` if they stay as they are."""
     if parts(result) is not None:
         return result.measurement.micro_batch
-    return None if result.plan["ranks"] == AS_IS else samples_a_device(result)
+    return samples_a_device(result) if result.plan.ranks > 1 else None
 
 
 def _in_callback(plan: Plan, found: Carried) -> dict[str, ByHand]:

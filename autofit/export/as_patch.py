@@ -19,11 +19,10 @@ from autofit.analysis.result import Result
 from autofit.exceptions import UsageError
 from autofit.export import as_accelerate, as_lightning, as_trainer
 from autofit.export.as_python import around
-from autofit.export.carried import Carried, comments
+from autofit.export.carried import Carried, comments, training_of
 from autofit.export.source import Made, Source
-from autofit.strategies import AS_IS
+from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import ByHand
-from autofit.strategies.precision import AUTOCAST
 
 WHY = "the script does not show where"
 LOADER = ("dataset", "batch_size")
@@ -114,19 +113,20 @@ def _lightning(result: Result, source: Source) -> Carried:
     if call is None or any(each.arg is None for each in call.keywords):
         return Carried(parts=own.parts)  # ** may hold the same arguments
     given = {each.arg for each in call.keywords}
-    mixed = result.plan["precision"] in as_lightning.PRECISIONS or "precision" in given
-    if mixed and "gradient_clip_val" in given and result.plan["optimizer"] == "fused":
-        own.by_hand["optimizer"] = FUSED_AND_CLIPPED
-    size, splits = as_lightning.batch_size(result), "micro_batch" in own.strategies
+    mixed = result.plan.autocast is not None or "precision" in given
+    if mixed and "gradient_clip_val" in given:
+        fused = [
+            s.name for s, n in result.plan if (hand := s.by_hand(n)) and "fused" in hand.optimizer
+        ]
+        own.by_hand |= dict.fromkeys(fused, FUSED_AND_CLIPPED)
+    size, splits = as_lightning.batch_size(result), SPLIT in own.strategies
     if size is not None and _set_batch_size(size, source):
         own.in_script.clear()
     elif splits:
-        own.strategies.discard("micro_batch")
+        own.strategies.discard(SPLIT)
         own.in_script.clear()
         trainer = f"Trainer(accumulate_grad_batches={own.fields.pop('accumulate_grad_batches')})"
-        own.by_hand["micro_batch"] = (
-            f"DataLoader(batch_size={size}) for Trainer.fit(), and {trainer}"
-        )
+        own.by_hand[SPLIT] = f"DataLoader(batch_size={size}) for Trainer.fit(), and {trainer}"
     call = source.lightning_trainer()
     assert call is not None
     package = source.lightning_package()
@@ -155,20 +155,21 @@ def _accelerator(result: Result, source: Source, found: Carried) -> None:
         return
     found.parts = as_accelerate.PARTS
     found.by_hand |= as_accelerate.accumulation(result)
-    level = result.plan["precision"]
-    if level in AUTOCAST:
-        source.set_keywords(call, {"mixed_precision": f'"{level}"'})
-        found.express("precision")
+    for strategy, level in result.plan:
+        setting = strategy.setting(level, "accelerate", training_of(result))
+        if setting is not None and (precision := setting.fields.get("mixed_precision")):
+            source.set_keywords(call, {"mixed_precision": f'"{precision}"'})
+            found.express(strategy.name)
 
 
 def _chunks(result: Result, source: Source, found: Carried) -> None:
     """Train on chunks of the batch in a plain loop."""
-    level = result.plan["micro_batch"]
+    size = result.plan.chunk
     made = source.optimizer(_optimizers(result))
-    if made is None or made.model is None or not level.isdecimal():
+    if made is None or made.model is None or size is None:
         return
-    if source.train_in_chunks(made.model, int(level)):
-        found.express("micro_batch")
+    if source.train_in_chunks(made.model, size):
+        found.express_number(Number.SAMPLES)
         found.notes.append("The loss must be a mean over the samples, as the search found it.")
 
 
@@ -183,9 +184,10 @@ def _arguments(result: Result, source: Source, found: Carried) -> None:
         if hand.optimizer and made is not None and name not in found.by_hand:
             source.set_keywords(made.call, hand.optimizer)
             found.express(name)
-    if result.plan["zero_grad"] != AS_IS and (call := source.call("zero_grad")) is not None:
-        source.set_keywords(call, {"set_to_none": "True"})
-        found.express("zero_grad")
+        for function, arguments in hand.calls.items():
+            if (call := source.call(function)) is not None:
+                source.set_keywords(call, arguments)
+                found.express(name)
 
 
 def _model(result: Result, source: Source, found: Carried) -> None:
@@ -216,11 +218,10 @@ def _on_model(result: Result, source: Source, made: Made, found: Carried) -> Ite
     blocks = source.blocks(made.within if model == "self" else None)
     for strategy, level in result.plan:
         hand = strategy.by_hand(level)
-        own = OWN.get(strategy.name, _as_by_hand)
         if hand is None or strategy.name in found.strategies:
             continue
-        statements = own(result, level, hand, model, blocks)
-        for line in statements:
+        statements = strategy.statements(level, model, blocks, training_of(result))
+        for line in _as_by_hand(hand, model) if statements is None else statements:
             found.express(strategy.name)
             if line.startswith("import "):
                 source.import_(line.removeprefix("import "))
@@ -228,9 +229,7 @@ def _on_model(result: Result, source: Source, made: Made, found: Carried) -> Ite
                 yield line
 
 
-def _as_by_hand(
-    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
-) -> Iterator[str]:
+def _as_by_hand(hand: ByHand, model: str) -> Iterator[str]:
     """Yield the lines that set a level on a model without regard to its blocks."""
     if hand.blocks or hand.scaled:
         return
@@ -238,49 +237,3 @@ def _as_by_hand(
     yield from re.sub(r"\bmodel\b", model, code).splitlines()
     if hand.around:
         yield from around(hand.around, model).splitlines()
-
-
-def _checkpointed(
-    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
-) -> Iterator[str]:
-    """Yield the lines that checkpoint the first blocks, or all by the model's own method."""
-    of_hub = result.facts is not None and any(root.transformers for root in result.facts.roots)
-    if level == "all" and of_hub:
-        yield f"{model}.gradient_checkpointing_enable()"
-    elif blocks is not None and (level == "all" or level.isdecimal()):
-        some = "" if level == "all" else f"[:{level}]"
-        yield "import functools"
-        yield "import torch.utils.checkpoint"
-        yield f"for block in {model}.{blocks}{some}:"
-        yield "    block.forward = functools.partial("
-        yield "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False"
-        yield "    )"
-
-
-def _in_autocast(
-    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
-) -> Iterator[str]:
-    """Yield the lines for TF32 and bf16. Under bf16 the loss stays outside of autocast."""
-    if level != "bf16":
-        yield from _as_by_hand(result, level, hand, model, blocks)
-        return
-    # Around the loss, autocast would compute cross-entropy in bf16 on a GPU.
-    yield "import accelerate.utils"
-    yield f"{model}.forward = accelerate.utils.convert_outputs_to_fp32("
-    yield f'    torch.autocast("{result.hardware.device}", dtype=torch.bfloat16)({model}.forward)'
-    yield ")"
-
-
-def _compiled(
-    result: Result, level: str, hand: ByHand, model: str, blocks: str | None
-) -> Iterator[str]:
-    """Yield the lines that compile the blocks, or the model."""
-    if level != "regional":
-        yield from _as_by_hand(result, level, hand, model, blocks)
-    elif blocks is not None:
-        yield f"for block in {model}.{blocks}:"
-        yield "    block.compile()"
-
-
-OWN = {"checkpointing": _checkpointed, "precision": _in_autocast, "compile": _compiled}
-"""Strategies that a script shows a better place for than ``ByHand`` does."""

@@ -13,7 +13,6 @@ from autofit.analysis.result import Result
 from autofit.export.header import launched_with, origin
 from autofit.export.load import PLAN
 from autofit.printable import printable
-from autofit.strategies import AS_IS
 
 FILE = "autofit-plan.json"
 END = "END_OF_PLAN"
@@ -37,7 +36,7 @@ def _lines(result: Result) -> Iterator[str]:
         yield shlex.join(["exec", *start, *module, script.target, *script.args])
         return
     yield "# torchrun has no setting for the plan: autofit, which has to be installed, applies it."
-    if alone := result.plan["ranks"] != AS_IS:
+    if alone := result.plan.ranks > 1:
         yield "# It also starts the ranks, because the script is written for one process."
     yield f"cat > {FILE} <<'{END}'"
     yield json.dumps({PLAN: dict(result.plan.changes)})

@@ -9,8 +9,9 @@ from typing import Any
 
 from autofit.analysis.result import Result
 from autofit.export.header import origin
-from autofit.strategies import AS_IS, Strategy
-from autofit.strategies.base import ScriptPart
+from autofit.plan import Plan
+from autofit.strategies import Facts, Number, Strategy, counting
+from autofit.strategies.base import ScriptPart, Training
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,8 +20,10 @@ class Carried:
 
     fields: dict[str, Any] = field(default_factory=dict)
     """Settings by name."""
-    strategies: set[str] = field(default_factory=lambda: {"allocator"})
-    """Names of the strategies that are expressed. A comment states the allocator's variable."""
+    strategies: set[str] = field(default_factory=set)
+    """Names of the strategies that are expressed."""
+    comments: bool = True
+    """Whether comments in the file state the variables of the environment that levels need."""
     in_script: list[str] = field(default_factory=list)
     """Changes of the script that the settings need."""
     notes: list[str] = field(default_factory=list)
@@ -34,7 +37,43 @@ class Carried:
     def express(self, strategy: str, fields: Mapping[str, Any] | None = None) -> None:
         """Add settings that express the level of ``strategy``."""
         self.strategies.add(strategy)
-        self.fields.update(fields or {})
+        for name, value in (fields or {}).items():
+            before = self.fields.get(name)
+            if isinstance(before, dict) and isinstance(value, Mapping):
+                self.fields[name] = {**before, **value}
+            else:
+                self.fields[name] = value
+
+    def express_number(self, number: Number, fields: Mapping[str, Any] | None = None) -> None:
+        """Add settings that express a number of the plan."""
+        self.express(counting(number).name, fields)
+
+    def express_shards(self, plan: Plan, fields: Mapping[str, Any] | None = None) -> None:
+        """Add settings that express how the plan shards the weights or the optimizer state."""
+        for strategy, level in plan:
+            if strategy.level(level).shards is not None:
+                self.express(strategy.name, fields)
+
+    def express_settings(self, form: str, result: Result, *, fsdp: bool = False) -> None:
+        """Add what the levels of the plan are in the settings of the program ``form``.
+
+        ``fsdp``: whether these settings shard the weights by FSDP.
+        """
+        training = training_of(result, fsdp=fsdp)
+        for strategy, level in result.plan:
+            setting = strategy.setting(level, form, training)
+            if setting is None:
+                continue
+            self.notes += setting.notes
+            if setting.by_hand:
+                self.by_hand[strategy.name] = setting.by_hand
+            else:
+                self.express(strategy.name, setting.fields)
+
+    def carries(self, strategy: Strategy, level: str) -> bool:
+        """Return whether the file expresses a level, in settings or in a comment."""
+        stated = self.comments and bool(strategy.environment(level))
+        return stated or strategy.name in self.strategies
 
     def told(self, strategy: Strategy, level: str) -> str:
         """Return how to set a level by hand that is left out: what, where, to which value."""
@@ -47,13 +86,19 @@ class Carried:
         return f"by hand: {hand.setting}{where}"
 
 
+def training_of(result: Result, *, fsdp: bool = False) -> Training:
+    """Return what another program's settings depend on, beside the plan."""
+    device = result.hardware.device
+    return Training(device=device, facts=result.facts or Facts(), fsdp=fsdp)
+
+
 def comments(result: Result, why: str, carried: Carried) -> Iterator[str]:
     """Yield the comment lines at the top of a file; ``why`` says why levels are left out."""
     yield origin(result)
-    done = [f"{s.name} {level}" for s, level in result.plan if s.name in carried.strategies]
+    done = [f"{s.name} {level}" for s, level in result.plan if carried.carries(s, level)]
     yield f"# Carried: {', '.join(done) or 'nothing; the plan is the script as it is'}."
     for strategy, level in result.plan:
-        if strategy.name not in carried.strategies:
+        if not carried.carries(strategy, level):
             yield f"# Left out, because {why}: {strategy.name} {level}"
             yield f"#   ({strategy.level(level).summary}); {carried.told(strategy, level)}."
     for line in carried.in_script:
@@ -70,7 +115,7 @@ def parts(result: Result) -> int | None:
     ``None`` if the plan does not split the batch, or if the chunks differ in size.
     """
     measured = result.measurement
-    if result.plan["micro_batch"] == AS_IS:
+    if not result.plan.splits:
         return None
     found, rest = divmod(measured.effective_batch, measured.micro_batch * result.devices)
     return found if found and not rest else None

@@ -13,7 +13,7 @@ from autofit.inspection.explanation import beside_tensors
 from autofit.inspection.launches import Outcome, Target, inspect
 from autofit.inspection.options import CheckOptions
 from autofit.plan import Plan
-from autofit.storage import InspectionKey, InspectionRecord, Store, script_path
+from autofit.storage import DiscoveryRecord, InspectionKey, Store, script_path
 from autofit.worker.cluster.versions import versions
 from autofit.worker.records.inspection import Inspection, Kind, Part
 from autofit.worker.records.trials import OutOfMemory, Script
@@ -22,6 +22,8 @@ OF_MODULES = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIO
 """Kinds that are compared module by module. The others change with what runs at the peak."""
 STATIC = frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE})
 """Kinds that do not depend on the moment of the step."""
+CHECK = "check"
+"""Name of what the last check of a script found, in the store."""
 Say = Callable[[str], None]
 Modules = Mapping[str, Mapping[str, int]]
 """Bytes by path of a module and by kind."""
@@ -87,11 +89,11 @@ def check(options: CheckOptions, say: Say = lambda line: None) -> Check:
     modules = _modules(outcome)
     with Store(options.storage) as store:
         store.say = say
-        last = store.inspection(key)
+        last = store.discoveries(key).get(CHECK)
         peak = _peak(outcome)
         if peak is not None and peak <= options.memory:
             content = {"peak": peak, "modules": {name: dict(of) for name, of in modules.items()}}
-            store.set_inspection(key, content, versions=versions())
+            store.learn(key, {CHECK: content}, versions=versions())
     return Check(
         script=options.script,
         memory=options.memory,
@@ -125,7 +127,7 @@ def _modules(outcome: Outcome) -> Modules:
     return found
 
 
-def _stored(record: InspectionRecord) -> Modules:
+def _stored(record: DiscoveryRecord) -> Modules:
     modules: Any = record.content["modules"]
     return {str(name): {k: int(size) for k, size in of.items()} for name, of in modules.items()}
 

@@ -18,7 +18,7 @@ from autofit.inspection.prediction import device_bytes, predicted_peak, predicte
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.storage import Store
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AUTO, Number
 from autofit.worker.records.inspection import (
     Growth,
     Inspected,
@@ -76,7 +76,7 @@ class Explanation:
     @property
     def unsplittable(self) -> str | None:
         """Why the batch cannot be split; ``None`` if it can."""
-        return strategies.get("micro_batch").inapplicable(AUTO, self.facts)
+        return strategies.counting(Number.SAMPLES).inapplicable(AUTO, self.facts)
 
     @property
     def growths(self) -> tuple[Growth, ...]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.facts import Facts, Hardware
 from autofit.plan import Plan
+from autofit.strategies import REGISTRY, SPLIT, Memory, Number, Strategy, counting
+from autofit.strategies.support.block_levels import ALL
 from autofit.worker import meter
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.inspection import Inspected, Inspection
@@ -99,7 +101,7 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         device=target.hardware.device,
         budget=target.budget,
         timeout=SECONDS,
-        whole_fits=plan["micro_batch"] == "as_is",
+        whole_fits=not plan.splits,
         inspection=inspection,
     )
     facts, inspected, report = Facts(), None, None
@@ -160,12 +162,15 @@ def leaner_plans(facts: Facts, hardware: Hardware) -> Sequence[Plan]:
     from autofit.space.catalogue import clash
 
     eighth = str(max(1, (facts.batch or 1) // 8))
+    blocks = {counting(Number.BLOCKS).name: ALL}
+    leanest = {each.name: each.ordered[-1] for each in REGISTRY if each.ordered}
+    released = {each.name: each.levels[1].name for each in REGISTRY if _frees_gradients(each)}
     steps: tuple[dict[str, str], ...] = (
-        {"micro_batch": eighth},
-        {"micro_batch": "1", "checkpointing": "all"},
-        {"micro_batch": "1", "checkpointing": "all", "optimizer": "eight_bit"},
-        {"checkpointing": "all"},
-        {"checkpointing": "all", "gradient_release": "released", "optimizer": "eight_bit"},
+        {SPLIT: eighth},
+        {SPLIT: "1", **blocks},
+        {SPLIT: "1", **leanest},
+        blocks,
+        {**leanest, **released},
     )
     found = []
     for levels in steps:
@@ -177,3 +182,9 @@ def leaner_plans(facts: Facts, hardware: Hardware) -> Sequence[Plan]:
         if not any(reasons) and not clash(plan):
             found.append(plan)
     return found
+
+
+def _frees_gradients(strategy: Strategy) -> bool:
+    """Return whether a strategy lowers the gradients, and a prediction knows by how much."""
+    first = strategy.levels[1].name
+    return strategy.replays and strategy.keeps(first, Memory.GRADIENTS, {}) < 1.0

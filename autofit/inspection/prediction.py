@@ -20,22 +20,12 @@ from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.space.order import expected
 from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
-from autofit.strategies import AS_IS, Memory
-from autofit.strategies.checkpointing import ALL, count
-from autofit.strategies.loss.chunks import tokens_in_chunk
-from autofit.strategies.precision import AUTOCAST
+from autofit.strategies import AS_IS, Memory, Number
+from autofit.strategies.support.block_levels import ALL, count
 from autofit.worker.records.inspection import Kind, Timeline
 
 SCALAR = 8
 """Bytes of a number, such as a loss that the model returns."""
-FLOAT = 4
-"""Bytes of a float32 number."""
-CHUNKS_OF_LOGITS = 3
-"""Tensors as large as a chunk of logits that exist at once in the chunked loss."""
-OFFLOADED = 1 << 20
-"""Smallest tensor in bytes that ``activation_offload`` moves: ``saved_tensors.SMALL``."""
-STAYING = 4
-"""Tensors that it does not move, because backward needs them first: ``saved_tensors.WINDOW``."""
 NOT_JOINED = 1 << 24
 """Smallest output in bytes that chunks do not keep beside the loss: ``late_rows.LARGE``."""
 STATIC = {
@@ -43,10 +33,6 @@ STATIC = {
     Kind.GRADIENTS: Memory.GRADIENTS,
     Kind.OPTIMIZER_STATE: Memory.OPTIMIZER_STATE,
 }
-REPLAYED = ("precision", "checkpointing", "micro_batch", "loss", "activation_offload")
-"""Strategies whose effect on activations is replayed, not taken from a prior."""
-EXACT = (*REPLAYED, "optimizer", "gradient_release", "zero_grad", "optimizer_offload", "batch_size")
-"""Strategies without a prior for memory: their effect is computed from the script's own tensors."""
 Array = npt.NDArray[np.float64]
 
 
@@ -65,9 +51,9 @@ def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
 
     On the CPU, attention with dropout keeps float32 under autocast, which the replay does not see.
     """
-    if plan["precision"] in AUTOCAST and not cuda and any(root.dropout for root in facts.roots):
+    if plan.autocast and not cuda and any(root.dropout for root in facts.roots):
         return False
-    return all(name in EXACT for name, _ in plan.changes)
+    return all(strategy.replays for strategy, _ in plan)
 
 
 def predicted_slowdown(plan: Plan, facts: Facts) -> float:
@@ -142,36 +128,46 @@ class _Replay:
     def __init__(self, plan: Plan, timeline: Timeline, facts: Facts) -> None:
         self._plan = plan
         self._timeline = timeline
-        self._facts = facts
+        self.facts = facts
         self._last = len(timeline.peaks) - 1
         self._batch_share = self._share_of_batch()
         self._chunk_share = self._share_of_chunk()
-        self._forward = min(timeline.forward, default=0)
-        self._backward = min(timeline.backward, default=self._last)
+        self.forward = min(timeline.forward, default=0)
+        self.backward = min(timeline.backward, default=self._last)
         self._backward_ends = max(timeline.backward, default=self._last)
+        self.plain = self.lives = self._base
+        self.half = plan.autocast is not None
 
     def peak(self) -> float:
         """Return the bytes at the peak."""
         plan = self._plan
-        lives = self._base
-        lives = self._optimizer(lives)
-        if plan["loss"] != AS_IS:
-            lives = self._chunked_loss(lives)
-        if plan["micro_batch"] != AS_IS:
-            lives = self._split(lives)
-        lives = self._scaled(lives)
-        if plan["activation_offload"] != AS_IS:
-            lives = self._offloaded(lives)
-        if plan["checkpointing"] != AS_IS:
-            lives = self._checkpointed(lives)
+        self._scale_static()
+        later = [strategy.replay(level, self) for strategy, level in reversed([*plan])]
+        if plan.splits:
+            self.lives = self._split(self.lives)
+        self.lives = self._scaled(self.lives)
+        for change in later:
+            if change is not None:
+                change()
+        lives = self.lives if plan.blocks == AS_IS else self._checkpointed(self.lives)
         return lives.peak()
+
+    @property
+    def share(self) -> float:
+        """The share of a call's samples that runs at once."""
+        return self._chunk_share * self._batch_share
+
+    @property
+    def tokens(self) -> int:
+        """The bytes of the largest output of the model's head in a call of the script as it is."""
+        return max((each.size for each in self._timeline.lives if each.wide), default=0)
 
     # --- the step as it is -----------------------------------------------------------------
 
     @cached_property
     def _base(self) -> _Lives:
         """The lives in the plan's precision, with what no tensor explains as lives of their own."""
-        half = self._plan["precision"] in AUTOCAST
+        half = self._plan.autocast is not None
         lives = self._columns(self._timeline.lowered if half else self._timeline.lives)
         return lives.also(self._unexplained())
 
@@ -222,12 +218,12 @@ class _Replay:
         known = extra[peaks > 0]
         floor = float(known.min()) if len(known) else 0.0
         at = np.nonzero(extra > floor)[0]
-        found = self._made(extra[at] - floor, times[at], times[at])
+        found = self.made(extra[at] - floor, times[at], times[at])
         found = replace(found, moving=self._phases[at] > 0)
-        lasting = self._made(np.array([floor]), np.array([0.0]), np.array([float(self._last)]))
+        lasting = self.made(np.array([floor]), np.array([0.0]), np.array([float(self._last)]))
         return found.also(lasting)
 
-    def _made(self, size: Any, start: Any, end: Any) -> _Lives:
+    def made(self, size: Any, start: Any, end: Any) -> _Lives:
         """Return further lives, which no block has made."""
         number = len(size)
         no = np.zeros(number, dtype=bool)
@@ -240,30 +236,19 @@ class _Replay:
 
     # --- weights, gradients and state ------------------------------------------------------
 
-    def _optimizer(self, lives: _Lives) -> _Lives:
-        """Apply what a plan changes of weights, gradients and optimizer state."""
-        plan = self._plan
+    def _scale_static(self) -> None:
+        """Scale weights, gradients and optimizer state by what the plan leaves of them."""
+        lives = self.lives
         for kind, memory in STATIC.items():
-            share = remaining_share(plan, memory)
-            mask = lives.kind == kind
-            if kind is Kind.OPTIMIZER_STATE and plan["optimizer"] == "eight_bit":
-                mask = mask & lives.quantized
-            lives = lives.where(mask, size=lives.size * share)
-        gradients = lives.kind == Kind.GRADIENTS
-        if plan["gradient_release"] != AS_IS:  # the optimizer steps within backward
-            lives = lives.where(gradients, end=np.minimum(lives.end, lives.start + 2))
-        if plan["zero_grad"] != AS_IS:
-            wanted = np.minimum(lives.wanted, lives.end)
-            lives = lives.where(gradients & (lives.start == 0), start=wanted)
-        by_itself = plan["optimizer"] in ("fused", "eight_bit", "single")
-        by_itself |= any(plan[name] != AS_IS for name in ("gradient_release", "optimizer_offload"))
-        if by_itself:  # without the temporary tensors of torch's ``foreach`` kernels
-            lives = lives.where((lives.kind == "") & ~lives.moving & self._in_step(lives), size=0.0)
-        return lives
+            share = remaining_share(self._plan, memory)
+            lives = lives.where(lives.kind == kind, size=lives.size * share)
+        self.lives = lives
 
-    def _in_step(self, lives: _Lives) -> Any:
-        """Return which lives begin and end after backward."""
-        return (lives.start > self._backward_ends) & (lives.end < self._last)
+    def step_by_parameter(self) -> None:
+        """Free the temporary tensors of torch's ``foreach`` kernels, which hold all parameters."""
+        lives = self.lives
+        in_step = (lives.start > self._backward_ends) & (lives.end < self._last)
+        self.lives = lives.where((lives.kind == "") & ~lives.moving & in_step, size=0.0)
 
     # --- activations -----------------------------------------------------------------------
 
@@ -271,23 +256,23 @@ class _Replay:
         """Scale activations by the share of the batch, and by priors of other strategies."""
         share = self._batch_share
         for strategy, level in self._plan:
-            if strategy.name in REPLAYED or strategy.drops_samples(level):
+            if strategy.replays:
                 continue
             if Memory.ACTIVATIONS in strategy.lowered(level):
-                share *= strategy.expected_share(level, self._facts)
+                share *= strategy.expected_share(level, self.facts)
         return lives.where(lives.moving, size=lives.size * share)
 
     def _share_of_batch(self) -> float:
-        batch = self._facts.batch
+        batch = self.facts.batch
         return self._plan.samples(batch) / batch if batch else 1.0
 
     def _share_of_chunk(self) -> float:
         """Return the share of a call's samples that runs at once."""
-        batch, size = self._facts.batch, self._plan["micro_batch"]
-        if not batch or not size.isdecimal():
+        batch, size = self.facts.batch, self._plan.chunk
+        if not batch or size is None:
             return 1.0
         samples = self._plan.samples(batch)
-        return min(samples, int(size)) / samples
+        return min(samples, size) / samples
 
     def _split(self, lives: _Lives) -> _Lives:
         """Run forward and backward in chunks; the last chunk has the peak.
@@ -298,9 +283,9 @@ class _Replay:
         ends. If the model returns no loss, the outputs of the other chunks wait for it.
         """
         share = self._chunk_share
-        gradients = (lives.kind == Kind.GRADIENTS) & (lives.start >= self._forward)
-        earlier = lives.end[(lives.kind == Kind.GRADIENTS) & (lives.end < self._backward)]
-        begin = float(max(self._forward, earlier.max(initial=-1) + 1))  # after ``zero_grad``
+        gradients = (lives.kind == Kind.GRADIENTS) & (lives.start >= self.forward)
+        earlier = lives.end[(lives.kind == Kind.GRADIENTS) & (lives.end < self.backward)]
+        begin = float(max(self.forward, earlier.max(initial=-1) + 1))  # after ``zero_grad``
         output = lives.returned & lives.moving
         loss_inside = bool((output & (lives.size <= SCALAR)).any())
         if loss_inside:
@@ -310,76 +295,31 @@ class _Replay:
             )
             output = output & ~large
         others = lives.size[output].sum() * (1.0 if loss_inside else 1 - share)
-        joined = self._made([others], [self._forward], [self._backward_ends])
-        new = self._made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
+        joined = self.made([others], [self.forward], [self._backward_ends])
+        new = self.made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
         if loss_inside:
             lives = lives.where(output, end=np.maximum(lives.end, self._backward_ends))
         lives = lives.where(lives.moving, size=lives.size * share)
         lives = lives.where(gradients, start=np.minimum(lives.start, begin))
         return lives.also(joined).also(new)
 
-    def _chunked_loss(self, lives: _Lives) -> _Lives:
-        """Compute head and loss in chunks of tokens, and their gradients within forward."""
-        logits = lives.wide & lives.moving
-        classes = max((root.classes for root in self._facts.roots), default=0)
-        if not logits.any() or not classes:
-            return lives
-        tokens = max(each.size for each in self._timeline.lives if each.wide) // (FLOAT * classes)
-        at = float(lives.start[logits & (lives.start < self._backward)].max(initial=self._forward))
-        lives = lives.where(logits, size=0.0)
-        share = self._chunk_share * self._batch_share
-        chunk = tokens_in_chunk(max(1, int(tokens * share)), classes) / share * classes * FLOAT
-        numbers = CHUNKS_OF_LOGITS - (1 if self._plan["precision"] in AUTOCAST else 0)
-        made = [self._made([numbers * chunk], [at], [at])]
-        width = FLOAT * classes
-        weights = [
-            (size, start)
-            for size, start in zip(
-                lives.size[lives.kind == Kind.GRADIENTS],
-                lives.start[lives.kind == Kind.GRADIENTS],
-                strict=True,
-            )
-            if size > width and size % width == 0
-        ]
-        if weights:
-            size, born = min(weights)
-            made += [self._made([size], [at], [max(at, born)])]
-            made += [self._made([size / classes * tokens], [at], [self._backward])]
-        for index, each in enumerate(made):
-            # The gradient of the weight does not grow with the batch.
-            lives = lives.also(replace(each, moving=np.array([index != 1])))
-        return lives
-
-    def _offloaded(self, lives: _Lives) -> _Lives:
-        """Move large activations to host memory between their uses in forward and backward."""
-        share = 0.5 if self._plan["activation_offload"] == "half" else 1.0
-        large = lives.moving & (lives.size >= OFFLOADED) & (lives.wanted < lives.end + 1)
-        large &= (lives.start < self._backward) & (lives.wanted > self._backward)
-        order = np.argsort(np.where(large, lives.start, np.inf), kind="stable")
-        moved = order[: max(0, int(large.sum()) - STAYING)]
-        mask = np.zeros(len(lives.size), dtype=bool)
-        mask[moved[: round(len(moved) * share)]] = True
-        back = lives.only(mask)
-        back = replace(back, start=np.minimum(back.wanted, back.end))
-        return lives.where(mask, end=np.minimum(lives.used, lives.end)).also(back)
-
     def _checkpointed(self, lives: _Lives) -> _Lives:
         """Free the activations of blocks after their forward, and run it again in backward."""
         number = len(self._timeline.blocks)
-        level = self._plan["checkpointing"]
+        level = self._plan.blocks
         if not number:
-            share = strategies.get("checkpointing").expected_share(level, self._facts)
+            share = strategies.counting(Number.BLOCKS).expected_share(level, self.facts)
             return lives.where(lives.moving, size=lives.size * share)
         for block in range(number if level == ALL else count(level, number)):
             lives = self._rerun(lives, block)
         return lives
 
     def _rerun(self, lives: _Lives, block: int) -> _Lives:
-        own = lives.moving & (lives.block == block) & (lives.start < self._backward)
+        own = lives.moving & (lives.block == block) & (lives.start < self.backward)
         if not own.any():
             return lives
         enters, leaves = lives.start[own].min(), lives.start[own].max()
-        saved = own & (lives.wanted <= lives.end) & (lives.wanted >= self._backward)
+        saved = own & (lives.wanted <= lives.end) & (lives.wanted >= self.backward)
         freed = saved & ~lives.of_block
         if not freed.any():
             return lives
@@ -393,7 +333,7 @@ class _Replay:
         workspace = lives.moving & (lives.block < 0) & (lives.start == lives.end)
         workspace &= (lives.start >= enters) & (lives.start <= leaves)
         back = lives.only(own | workspace)
-        kept = back.wanted >= self._backward
+        kept = back.wanted >= self.backward
         kept &= back.wanted <= back.end
         end = np.where(kept & ~back.of_block, back.end, again(np.minimum(back.end, back.used)))
         start = again(back.start)

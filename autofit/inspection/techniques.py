@@ -14,8 +14,8 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.storage import State, Store, TrialRecord, script_path
 from autofit.storage.records import StudyKey
-from autofit.strategies import Fidelity
-from autofit.strategies.checkpointing import most_blocks
+from autofit.strategies import Fidelity, Number, Strategy
+from autofit.strategies.support.block_levels import most_blocks
 from autofit.worker.records.inspection import Timeline
 from autofit.worker.records.trials import Measurement, Script
 
@@ -107,21 +107,21 @@ def _technique(
 def single_plans(facts: Facts, hardware: Hardware) -> Iterator[Plan]:
     """Yield the plans with one technique that this script and this hardware allow."""
     for strategy in strategies.REGISTRY:
-        if strategy.name in ("ranks", "sharding"):
+        if strategy.number is Number.RANKS or any(each.shards for each in strategy.levels):
             continue
-        for level in _levels(strategy.name, strategy.offered(hardware, facts), facts):
+        for level in _levels(strategy, strategy.offered(hardware, facts), facts):
             reason = strategy.unavailable(level, hardware) or strategy.inapplicable(level, facts)
             plan = Plan.of({strategy.name: level})
             if reason is None and not plan.open and not clash(plan):
                 yield plan
 
 
-def _levels(name: str, offered: Sequence[str], facts: Facts) -> Sequence[str]:
+def _levels(strategy: Strategy, offered: Sequence[str], facts: Facts) -> Sequence[str]:
     """Return levels with numbers in place of ``auto``."""
-    if name == "micro_batch":
+    if strategy.number is Number.SAMPLES:
         batch = facts.batch or 1
         return [str(size) for size in dict.fromkeys((batch // 2, 1)) if 0 < size < batch]
-    if name == "checkpointing" and (blocks := most_blocks(facts)) > 1:
+    if strategy.number is Number.BLOCKS and (blocks := most_blocks(facts)) > 1:
         return [str(blocks // 2), *offered]
     return offered
 

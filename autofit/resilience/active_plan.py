@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
-from autofit.strategies import AS_IS, REGISTRY, Facts
+from autofit.strategies import AS_IS, REGISTRY, SPLIT, Facts, Number, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,9 +53,8 @@ class ActivePlan:
     @property
     def micro_batch(self) -> int | None:
         """The largest number of samples in a chunk; ``None`` if the batch is not split."""
-        self.used.add("micro_batch")
-        level = self.plan["micro_batch"]
-        return None if level == AS_IS else int(level)
+        self.used.add(SPLIT)
+        return self.plan.chunk
 
     @property
     def accumulation(self) -> int:
@@ -75,12 +74,16 @@ class ActivePlan:
         ``device`` defaults to ``"cuda"`` if a GPU is available, else to ``"cpu"``. With float16,
         your loop must use a ``torch.amp.GradScaler``; ``apply`` scales the loss itself.
         """
-        self.used.add("precision")
-        if self.plan["precision"] == AS_IS:
+        plain = Strategy.around_forward
+        having = {s.name for s in REGISTRY if type(s).around_forward is not plain}
+        self.used |= having
+        if not any(name in having for name, _ in self.plan.changes):
             return nullcontext()
-        from autofit.resilience.plan_session import precision
+        from autofit.worker.meter import accelerator
 
-        return precision(self.plan["precision"], device)
+        device = device or accelerator.device()
+        found = (strategy.around_forward(level, device) for strategy, level in self.plan)
+        return next((context for context in found if context is not None), nullcontext())
 
     def apply(self, model: Model, optimizer: Steps = None) -> tuple[Model, Steps]:  # type: ignore[assignment]
         """Apply the plan to ``model`` and ``optimizer`` until the decorated function ends.
@@ -126,7 +129,7 @@ class ActivePlan:
     def reached(self) -> Plan:
         """The plan with the micro-batch size that fitted in the end."""
         sizes = [size for each in self._sessions if (size := each.micro_batch) is not None]
-        return self.plan.replace(micro_batch=str(min(sizes))) if sizes else self.plan
+        return self.plan.with_number(Number.SAMPLES, str(min(sizes))) if sizes else self.plan
 
     def end(self) -> None:
         """Remove the plan from every model and optimizer."""

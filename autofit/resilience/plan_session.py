@@ -7,17 +7,13 @@ not installed, because the caller names the model and the optimizer.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import AS_IS
-from autofit.strategies.inspection import tf32
 from autofit.worker import meter
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.session.root import HarnessRoot
@@ -77,11 +73,3 @@ class PlanSession(Session):
                 found.phase,
                 found.micro_batch,
             )
-
-
-def precision(level: str, device: str | None) -> AbstractContextManager[Any]:
-    """Return a context in which forward passes run in the precision ``level``."""
-    if level == "tf32":
-        return tf32.switched(True)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[level]
-    return torch.autocast(device or accelerator.device(), dtype=dtype)

@@ -25,6 +25,8 @@ log = logging.getLogger("autofit.resilient")
 
 T = TypeVar("T")
 Values = Mapping[str, int | str]
+FITTED = "fitted"
+"""Name of what fitted, in the store: ``{"batch_size": 64}``, ``{"plan": ...}`` or the like."""
 
 
 class Memory:
@@ -64,8 +66,8 @@ class Memory:
         from autofit.storage import Store
 
         with Store(self._storage, create=False) as store:
-            found = store.fitted(self._key(key))
-        return None if found is None else found.kept
+            found = store.discoveries(self._key(key))
+        return found[FITTED].content if FITTED in found else None
 
     def _write(self, key: Key, values: Values, this_rank: bool) -> None:
         if not (this_rank or _is_writer()):
@@ -73,7 +75,7 @@ class Memory:
         from autofit.storage import Store
 
         with Store(self._storage or default_url()) as store:
-            store.keep_fitted(self._key(key), values, versions=versions())
+            store.learn(self._key(key), {FITTED: dict(values)}, versions=versions())
 
     def _key(self, key: Key) -> FittedKey:
         name, memory = _device()

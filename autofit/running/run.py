@@ -23,8 +23,7 @@ from autofit.running.foreground import Foreground, Silent, started
 from autofit.running.supervisor import ATTEMPT, Ended, supervise
 from autofit.storage import EvidenceKey, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts, Fidelity
-from autofit.strategies.checkpointing import more_blocks
-from autofit.strategies.ranks import count
+from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker import meter
 from autofit.worker.cluster.rank_hosts import Placed, reserved
 from autofit.worker.cluster.versions import versions
@@ -110,7 +109,7 @@ def run(
         if placed is not None:
             cards = placed.environment
         else:
-            devices = max(ranks, count(plan["ranks"]))
+            devices = max(ranks, plan.ranks)
             _check_devices(device, devices)
             cards = {} if others else _as_many_cards(device, devices, say)
         attempts = _Attempts(
@@ -223,7 +222,7 @@ def _on_hosts(
     """
     if address is None:
         return None
-    replicas = count(plan["ranks"])
+    replicas = plan.ranks
     if processes > 1:
         raise UsageError(
             f"--address {address}: it spreads the ranks of a plan over hosts, and a launcher starts"
@@ -232,7 +231,7 @@ def _on_hosts(
     if replicas == 1:
         raise UsageError(
             f"--address {address}: it spreads the ranks of a plan over hosts, and this plan has"
-            f' none: {plan}; add them, such as {{"ranks": "2"}}, or leave --address out'
+            f" none: {plan}; add them, or leave --address out"
         )
     return reserved(address, script, device, replicas, say)
 

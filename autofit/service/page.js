@@ -22,7 +22,7 @@ function size(bytes) {
 }
 
 function planText(plan) {
-  const words = plan.changes.map(([name, level]) => `${name.replaceAll("_", " ")}: ${level}`);
+  const words = Object.entries(plan).map(([name, level]) => `${name.replaceAll("_", " ")}: ${level}`);
   return words.join(", ") || "as it is";
 }
 

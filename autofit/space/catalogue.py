@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from autofit import strategies
 from autofit.plan import Plan
 from autofit.space.order import by_cost
-from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, Strategy
-from autofit.strategies.micro_batch import AUTO
-from autofit.strategies.ranks import Ranks
+from autofit.strategies import (
+    AS_IS,
+    AUTO,
+    RANKS,
+    Facts,
+    Fidelity,
+    Hardware,
+    Number,
+    Strategy,
+    Waste,
+    counting,
+)
 
-RANKS = Ranks.name
-NUMBERED = ("micro_batch", "checkpointing")
-"""Strategies of which each trial finds a number, ``as_is`` among them."""
 Reason = tuple[str, str, str]
 """``(strategy, level, reason why the search leaves the level out)``."""
 
@@ -57,10 +63,12 @@ class Space:
         """
         tried = {name: self._tried(name) for name, _ in self.levels}
         first = {name: each[0] for name, each in tried.items() if AS_IS not in each}
-        base = plan.replace(**{RANKS: self.ranks})
-        base = base if self.ranks != AS_IS else base.replace(sharding=AS_IS)
+        base = self.ranked(plan)
+        if self.ranks == 1:  # no level is left that needs others
+            base = base.without(RANKS)
         base = base.replace(**{name: first[name] for name in first if plan[name] == AS_IS})
-        bases = dict.fromkeys((base, base.replace(micro_batch=plan["micro_batch"])))
+        whole = base.with_number(Number.SAMPLES, plan.level_of(Number.SAMPLES))
+        bases = dict.fromkeys((base, whole))
         found = dict.fromkeys(  # keeps the order, also for plans of equal cost
             each.replace(**{name: level})
             for each in bases
@@ -71,9 +79,23 @@ class Space:
         return tuple(sorted((each for each in found if not clash(each)), key=by_cost))
 
     @property
-    def ranks(self) -> str:
-        """The level of ``ranks`` that every plan has: ``as_is``, or a number."""
+    def ranks(self) -> int:
+        """Number of ranks that every plan has."""
+        return 1 if self._ranks == AS_IS else int(self._ranks)
+
+    @property
+    def _ranks(self) -> str:
         return dict(self.levels).get(RANKS, (AS_IS,))[-1]
+
+    def ranked(self, plan: Plan) -> Plan:
+        """Return ``plan`` with the number of ranks that every plan has."""
+        return plan.with_number(Number.RANKS, self._ranks)
+
+    def remedied(self, plan: Plan, waste: Waste) -> Plan | None:
+        """Return ``plan`` with the last level that lowers ``waste``; ``None`` if there is none."""
+        found = (strategy.name for strategy in strategies.REGISTRY if strategy.remedies is waste)
+        levels = ((name, self.choices(name)[-1]) for name in found)
+        return next((plan.replace(**{n: level}) for n, level in levels if level != AS_IS), None)
 
     def choices(self, name: str) -> tuple[str, ...]:
         """Return the levels of a strategy, without ``as_is`` if another level is never worse."""
@@ -83,11 +105,11 @@ class Space:
 
     def _tried(self, name: str) -> tuple[str, ...]:
         choices = self.choices(name)
-        if name in NUMBERED and AUTO in choices:
+        if AUTO in choices:
             return (AUTO,)
-        if name == RANKS:
-            return (self.ranks,)
         known = strategies.get(name)
+        if known.number is Number.RANKS:
+            return (self._ranks,)
         return tuple(each for each in choices if not known.level(each).refines)
 
 
@@ -133,10 +155,11 @@ def _reason(
 
 
 def _possible(plan: Plan, given: Mapping[str, object]) -> Plan:
-    """Return ``plan`` without a level of ``NUMBERED``, if its other levels rule out that only."""
+    """Return ``plan`` without a number to be found, if its other levels rule out that only."""
     if not clash(plan):
         return plan
-    fewer = [plan.replace(**{name: AS_IS}) for name in NUMBERED if name not in given]
+    numbers = (Number.SAMPLES, Number.BLOCKS)
+    fewer = [plan.with_number(n, AS_IS) for n in numbers if counting(n).name not in given]
     return next((each for each in fewer if not clash(each)), plan)
 
 

@@ -9,8 +9,6 @@ from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.space.static_memory import Static
 from autofit.strategies import Facts, Memory
-from autofit.strategies.ranks import Ranks, count
-from autofit.strategies.sharding import WEIGHTS, Sharding
 
 BANDWIDTHS = {"nvlink": 80e9, "pcie": 12e9, "": 30e9}
 """Bytes a second that a GPU sends in a collective, by ``Hardware.link``; copies and waiting count.
@@ -57,10 +55,10 @@ def sent_bytes(plan: Plan, facts: Facts) -> Sent:
     scattered. Under ``hybrid`` this happens within each half of the ranks, and the halves sum what
     each rank keeps.
     """
-    ranks = count(plan[Ranks.name])
+    ranks, shards = plan.ranks, plan.shards
     if ranks == 1:
         return Sent()
-    static, others = Static.of(facts), [pair for pair in plan if pair[0].name != Sharding.name]
+    static, others = Static.of(facts), [each for each in plan if not each[0].level(each[1]).shards]
     levels, calls = plan.levels, facts.calls_per_step
     gradients, weights = (
         size * math.prod(strategy.keeps(level, kind, levels) for strategy, level in others)
@@ -69,12 +67,10 @@ def sent_bytes(plan: Plan, facts: Facts) -> Sent:
             (static.weights, Memory.WEIGHTS),
         )
     )
-    shards = WEIGHTS.get(plan[Sharding.name])
-    if shards is None:
-        steps_by_parts = plan[Sharding.name] == "zero1"
+    if shards is None or not shards.weights:
         return Sent(
             all_reduce=calls * _summed(gradients, ranks),
-            all_gather=weights if steps_by_parts else 0.0,
+            all_gather=weights if shards is not None else 0.0,  # each rank steps its parameters
         )
     near = ranks // shards.groups
     times = 2 if shards.gathers_twice else 1

@@ -18,30 +18,17 @@ from autofit import strategies
 from autofit.plan import Plan
 from autofit.space.static_memory import remaining_share
 from autofit.strategies import AS_IS, Facts, Fidelity, Memory
-from autofit.strategies.micro_batch import AUTO
-
-ORDERED = {"checkpointing": (AS_IS, AUTO, "all"), "optimizer": ("fused", "eight_bit")}
-"""Levels by strategy. Each level needs less memory, and more time, than the levels before it.
-
-A trial of checkpointing ``auto`` finds a number of blocks, from none to all.
-
-Precision is not ordered, because bf16 needs less memory and is faster. The micro-batch is not,
-because each trial searches its size. The fused optimizer needs less memory than the script's own,
-but is not slower, so it comes first.
-"""
 
 
 def leaner(plan: Plan, than: Plan) -> bool:
     """Return whether ``plan`` differs from ``than`` only by leaner levels of ordered strategies."""
     differing = [name for name, level in plan.levels.items() if than[name] != level]
-    return bool(differing) and all(
-        name in ORDERED and plan[name] in lower(name, than[name]) for name in differing
-    )
+    return bool(differing) and all(plan[name] in lower(name, than[name]) for name in differing)
 
 
 def lower(name: str, level: str) -> tuple[str, ...]:
-    """Return the levels of an ordered strategy that need less memory than ``level``."""
-    ordered = ORDERED[name]
+    """Return the levels of a strategy that always need less memory than ``level``, in order."""
+    ordered = strategies.get(name).ordered
     if level == AS_IS:
         return ordered[1:]
     return ordered[ordered.index(level) + 1 :] if level in ordered else ()
@@ -89,8 +76,9 @@ def by_activations(plan: Plan) -> tuple[float, float]:
 def by_change(plan: Plan, facts: Facts) -> tuple[bool, int, bool, float]:
     """Return the sort key of plans that fit alike: least change of the training, then time.
 
-    Plans without adapters come first, then those with few levels that train otherwise. Plans that
-    split the batch come before those that do not, because splitting leaves most memory free.
+    Plans that train all weights come first, then those with few levels that train otherwise. Plans
+    that split the batch come before those that do not, because splitting leaves most memory free.
     """
     others = sum(s.fidelity(level, facts) is Fidelity.RECIPE for s, level in plan)
-    return plan["adapters"] != AS_IS, others, plan["micro_batch"] == AS_IS, expected(plan)
+    freezes = any(strategy.freezes for strategy, _ in plan)
+    return freezes, others, not plan.splits, expected(plan)

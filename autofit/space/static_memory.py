@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.plan import Plan
-from autofit.strategies import AS_IS, Facts, Memory
+from autofit.strategies import Facts, Memory
 
 STATE = {True: (2.0, 0.1), False: (1.0, 1.0)}
 """Numbers of optimizer state a parameter, and the width of that prior: for Adam, for others."""
@@ -127,7 +127,7 @@ def freed_bytes(plan: Plan, other: Plan, facts: Facts, budget: int) -> float:
 
 def chunk_samples(plan: Plan, facts: Facts) -> int | None:
     """Return the samples in a chunk; ``None`` if the batch is not known."""
-    return facts.batch if plan["micro_batch"] == AS_IS else int(plan["micro_batch"])
+    return plan.chunk if plan.splits else facts.batch
 
 
 def context(budget: int, *, cuda: bool) -> float:

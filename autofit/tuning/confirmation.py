@@ -30,16 +30,16 @@ class Confirmation:
     def confirm(self) -> None:
         """Measure the winner again; then plans that may be faster, and one that is preferred."""
         history = self._history
-        fastest = [best_plan(trial) for trial in history.ranked_sound()[:1]]
+        fastest = [best_plan(trial) for trial in history.now.ranked_sound[:1]]
         if not history.time_to_confirm() or self.fastest_confirmed() is None:
             verified = all(map(history.is_verified, fastest))
             history.say_if_new(messages.not_confirmed(verified=verified))
             return
         for _ in range(FINALISTS):
-            if not history.time_to_confirm() or (faster := history.faster_unconfirmed()) is None:
+            if not history.time_to_confirm() or (faster := history.now.faster_unconfirmed) is None:
                 break
             self._measure_again(faster)
-        preferred = history.preferred_unconfirmed()
+        preferred = history.now.preferred_unconfirmed
         if preferred is not None and history.time_to_confirm():
             self._measure_again(preferred)
         for plan in fastest:
@@ -53,24 +53,25 @@ class Confirmation:
         """
         tried, history = 0, self._history
         while tried < FINALISTS:
-            ranked = [t for t in history.ranked_sound() if not history.failed(best_plan(t))]
-            left = [t for t in ranked if self._may_hold(best_plan(t))]
-            any_fitted = any(history.fitted(best_plan(trial)) for trial in left)
-            if not left or history.fitted(best_plan(left[0])) or (any_fitted and history.late()):
+            now = history.now
+            holding = filter(self._may_hold, map(best_plan, now.ranked_sound))
+            left = [plan for plan in holding if now.fitted(plan) or not now.confirmed(plan)]
+            late = history.late() and any(map(now.fitted, left))
+            if not left or now.fitted(left[0]) or late:
                 break
             if history.time_is_over():
                 return None
-            plan = best_plan(left[0])
-            self._measure_again(plan)  # may reorder the ranking, if the plan is slower now
-            tried += not history.confirmations(plan, Verdict.DRIFTED)
-            self._tell_failure(plan)
-        fitted = [trial for trial in history.ranked_sound() if history.fitted(best_plan(trial))]
+            self._measure_again(left[0])  # may reorder the ranking, if the plan is slower now
+            tried += not history.now.confirmed(left[0], Verdict.DRIFTED)
+            self._tell_failure(left[0])
+        now = history.now
+        fitted = [trial for trial in now.ranked_sound if now.fitted(best_plan(trial))]
         return fitted[0] if fitted else self._fallback()
 
     def _fallback(self) -> TrialRecord | None:
         """Return the confirmation run of the first fallback that fits, of at most ``FINALISTS``."""
         tried = 0
-        while not (found := self._history.fitted_again()):
+        while not (found := self._history.now.fitted_again):
             if self._history.time_is_over():
                 return None
             plan = self._proposer.fallback() if tried < FINALISTS else None
@@ -99,12 +100,12 @@ class Confirmation:
 
         The table of trials marked that plan as the best.
         """
-        history, winner = self._history, self._history.winner()
+        history, winner = self._history, self._history.now.winner
         if winner is not None and best_plan(winner) != first:
             terms = history.study.budget, history.options.horizon
-            history.say(messages.replaced(first, history.confirmations(first), winner, *terms))
+            history.say(messages.replaced(first, history.now.confirmed(first), winner, *terms))
 
     def _tell_failure(self, plan: Plan) -> None:
         """Say why a plan failed its confirmation run, if it did."""
-        if not self._history.fitted(plan):
-            self._history.say(messages.did_not_hold(plan, self._history.confirmations(plan)))
+        if not self._history.now.fitted(plan):
+            self._history.say(messages.did_not_hold(plan, self._history.now.confirmed(plan)))

@@ -16,7 +16,6 @@ from autofit.analysis.verdicts import best_plan, within
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, State, Store, TrialRecord
-from autofit.strategies.ranks import Ranks, count
 from autofit.tuning import messages
 from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
@@ -36,6 +35,7 @@ from autofit.tuning.notices import (
     PhaseBegun,
     Remeasuring,
     SizeMeasured,
+    StudyStarted,
     TrialDropped,
     TrialStarted,
 )
@@ -151,9 +151,9 @@ class Search:
             self._drive(self._proposer.next)
         history.require_baseline()
         self._spread()
-        if not history.ranked():
+        if not history.now.ranked:
             timeout = self._options.timeout if history.late() else None
-            messages.give_up(history.finished(), self._proposer.fallback_context(), timeout)
+            messages.give_up(history.now.finished, self._proposer.fallback_context(), timeout)
         self._proposer.tell_limit()
         last = Confirmation(history, self._proposer, self._confirm)
         last.confirm()
@@ -195,7 +195,16 @@ class Search:
             self._slots.spread,
         )
         self._tell(
-            studies.study_started(study, options, devices=self._slots.devices, resumed=len(before))
+            StudyStarted(
+                study=study.id,
+                script=options.script,
+                hardware=study.hardware,
+                devices=self._slots.devices,
+                budget=study.budget,
+                asked=options.memory is not None,
+                allow=str(options.allow),
+                resumed=len(before),
+            )
         )
         for line in (*options.lines, *self._slots.lines):
             self._tell(Line(text=line))
@@ -269,7 +278,7 @@ class Search:
         idle for the final confirmation. If no slot is idle then, a waiting launch ends to free one.
         A search that will span devices needs another process for its confirmation.
         """
-        idle, ranked = self._slots.idle(self._launches), self._history.ranked()
+        idle, ranked = self._slots.idle(self._launches), self._history.now.ranked
         if self._slots.count == 1 or not self._launches:
             return
         if self._proposer.script_running():
@@ -296,7 +305,7 @@ class Search:
         It starts with the levels that the fastest plan needs from the start: that plan is confirmed
         in a new process.
         """
-        ranked = self._history.ranked()
+        ranked = self._history.now.ranked
         plan = ranked[0].plan.at_start if ranked else Plan()
         for slot, launch in self._launches.items() if self._slots.prepares else ():
             if launch.runs and launch.stepped and launch.beside != plan:
@@ -378,7 +387,7 @@ class Search:
             plans=plans,
             stage=stage,
             timeout=self._deadline(plans),
-            whole_fits=self._history.baseline() is Verdict.MEASURED,
+            whole_fits=self._history.now.baseline is Verdict.MEASURED,
             proven=self._history.evidence.proven,
         )
         self._workers().answer(slot, answer)
@@ -392,7 +401,7 @@ class Search:
         )[0]
 
     def _request(self, plan: Plan, purpose: Purpose) -> LaunchRequest:
-        replicas = count(plan[Ranks.name])
+        replicas = plan.ranks
         return LaunchRequest(
             script=self._options.script,
             plans=(plan,),
@@ -400,7 +409,7 @@ class Search:
             budget=self._history.study.budget,
             timeout=self._deadline([plan]),
             converses=purpose is Purpose.SEARCH,
-            whole_fits=self._history.baseline() is Verdict.MEASURED,
+            whole_fits=self._history.now.baseline is Verdict.MEASURED,
             ranks=self._slots.ranks,
             measures_bandwidth=replicas > 1 and replicas not in self._history.bandwidths,
             proven=self._history.evidence.proven,
@@ -491,7 +500,7 @@ class Search:
             self._lost_workers[running.plan, running.purpose] += 1
             times = self._lost_workers[running.plan, running.purpose]
         blamed = running if times > RETRIES else None
-        others_ran = bool(self._history.finished())
+        others_ran = bool(self._history.now.finished)
         if blamed is not None and others_ran:
             reason = f"its worker was lost {times} times; the last time: {error}"
             report = TrialReport(
@@ -537,7 +546,6 @@ class Search:
         for trial in launch.trials:
             if trial.id in running and trial != but:
                 self._store.release(trial)
-                self._history.optuna_study.drop(trial.plan)
 
     # --- whose fault -----------------------------------------------------------------------
 
@@ -550,8 +558,8 @@ class Search:
         trial, trace = launch.trials[report.index], launch.traces.get(report.index)
         stage = launch.stages.get(report.index)
         failed = report.verdict is Verdict.PLAN_FAILED and report.blamed is None
-        if failed and self._history.baseline() is Verdict.MEASURED:
-            launch.doubt(Doubt(trial, report))
+        if failed and self._history.now.baseline is Verdict.MEASURED:
+            launch.doubted = Doubt(trial, report)
             return
         if stage is not None:
             self._history.amend(trial, report, slot, checked=stage is Stage.CHECK)
@@ -561,7 +569,7 @@ class Search:
         trace = self._history.reference.adopt(trial, report, trace) or trace
         judged = self._history.reference.compared(report, trace, facts)
         if judged.verdict is Verdict.DRIFTED and self._history.reference.trace is not None:
-            launch.doubt(Doubt(trial, report, trace, drifted=True))
+            launch.doubted = Doubt(trial, report, trace, drifted=True)
         else:
             self._history.finish(trial, judged, slot, trace)
 
@@ -618,11 +626,11 @@ class Search:
 
     def _confirm(self, plan: Plan) -> None:
         """Confirm a plan in a new process; repeat a launch that was lost for another reason."""
-        if self._history.confirmations(plan):
+        if self._history.now.confirmed(plan):
             return
         self._tell(Remeasuring(plan=plan))
         before = -1
-        while before < self._lost_launches() and not self._history.confirmations(plan):
+        while before < self._lost_launches() and not self._history.now.confirmed(plan):
             before, left = self._lost_launches(), [plan]
             for slot, launch in self._launches.items():  # all of them wait for a plan
                 suitable = bool(left) and not launch.trials and plan.follows(launch.fixed)

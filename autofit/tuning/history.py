@@ -1,10 +1,9 @@
-"""What a search has found so far: in the store, in Optuna's study, and as notices."""
+"""What a search has found so far: in the store, in its copy for dashboards, and as notices."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -37,7 +36,6 @@ from autofit.strategies import Facts
 from autofit.tuning import messages
 from autofit.tuning.notices import Confirmed, FactsKnown, Line, Listener, TrialEnded
 from autofit.tuning.options import SearchOptions
-from autofit.tuning.optuna_study import OptunaStudy
 from autofit.tuning.reference import Reference
 from autofit.worker.records.phases import OTHER, Phases, Seconds, added
 from autofit.worker.records.traces import Trace
@@ -79,6 +77,8 @@ class Snapshot:
     """Bytes per device."""
     horizon: int
     """Optimizer steps over which the time to compile is charged."""
+    prefer: str
+    """Which of equally fast plans is kept, as ``--prefer``."""
 
     @cached_property
     def all_finished(self) -> tuple[TrialRecord, ...]:
@@ -102,6 +102,17 @@ class Snapshot:
         return tuple(after for _, after in self.searched)
 
     @cached_property
+    def baseline(self) -> Verdict | None:
+        """The verdict of the neutral plan, if it has one."""
+        return next((trial.verdict for trial in self.finished if trial.plan.neutral), None)
+
+    @cached_property
+    def drifted(self) -> tuple[TrialReport, ...]:
+        """The reports of the confirmation runs that drifted."""
+        found = (t.report for t in self.confirmations if t.verdict is Verdict.DRIFTED)
+        return tuple(report for report in found if report is not None)
+
+    @cached_property
     def running(self) -> tuple[TrialRecord, ...]:
         """The search's trials without a verdict."""
         states = (t for t in self.trials if t.state is State.RUNNING)
@@ -123,6 +134,40 @@ class Snapshot:
         changed = ((best_plan(b), a) for b, a in self.searched if a is not b)
         return frozenset(p for p, a in changed if best_plan(a) == p and fits(a, self.budget))
 
+    @property
+    def ranked_before_confirmation(self) -> list[TrialRecord]:
+        """``ranked_sound`` as if no confirmation run had been short of memory."""
+        return ranked_sound(self.all_finished, self.budget, self.horizon)
+
+    @property
+    def winner(self) -> TrialRecord | None:
+        """The trial whose plan would be kept now."""
+        return winning(self.all_finished, self.budget, self.horizon, self.prefer)
+
+    @property
+    def preferred_unconfirmed(self) -> Plan | None:
+        """A plan that is preferred to the present winner and may be as fast."""
+        return preferred_unconfirmed(self.all_finished, self.budget, self.horizon, self.prefer)
+
+    @property
+    def faster_unconfirmed(self) -> Plan | None:
+        """The plan that may be far faster than the present winner, if there is one."""
+        return faster_unconfirmed(self.all_finished, self.budget, self.horizon, self.prefer)
+
+    def confirmed(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
+        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
+        mine = [trial for trial in self.confirmations if trial.plan == plan]
+        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
+
+    @property
+    def fitted_again(self) -> list[TrialRecord]:
+        """The confirmation runs that fitted."""
+        return [trial for trial in self.confirmations if fits(trial, self.budget)]
+
+    def fitted(self, plan: Plan) -> bool:
+        """Return whether ``plan`` fitted in a confirmation run."""
+        return any(fits(each, self.budget) for each in self.confirmed(plan))
+
 
 class History:
     """The study of a running search: records the end of each trial and answers questions on it."""
@@ -140,16 +185,16 @@ class History:
 
         ``clock``: measures where the time of this process goes.
         """
+        from autofit.tuning.optuna_study import Dashboard
+
         self.store = store
         store.say = self.say
         self.study = study
         self.options = options
         self.tell = listener
-        self.reference = Reference(store.reference(study), self.say)
-        self.optuna_study = OptunaStudy(
-            store, study, horizon=options.horizon, sampler=options.sampler
-        )
-        self.optuna_study.catch_up(store.trials(study))
+        self._said: set[str] = set()
+        self.reference = Reference(store.reference(study), self.say_if_new)
+        self._dashboard = Dashboard(store, study, horizon=options.horizon)
         self._snapshot: Snapshot | None = None
         self._read_at = -1
         self._started = started
@@ -157,7 +202,6 @@ class History:
         self._clock = clock or Phases(phase=OTHER)
         self._unstored: Seconds = ()
         """Seconds of launches that belong to no stored trial."""
-        self._said: set[str] = set()
         where = lookup.key_of(
             options.script,
             gpu=study.hardware.name,
@@ -192,48 +236,9 @@ class History:
         if self._snapshot is None or self._read_at != self.store.writes:
             self._read_at = self.store.writes
             trials = self.store.trials(self.study)
-            self._snapshot = Snapshot(trials, self.study.budget, self.options.horizon)
+            terms = self.study.budget, self.options.horizon, self.study.prefer
+            self._snapshot = Snapshot(trials, *terms)
         return self._snapshot
-
-    def finished(self) -> tuple[TrialRecord, ...]:
-        """Return the search's finished trials, each corrected by its confirmation run."""
-        return self.now.finished
-
-    def running(self) -> tuple[TrialRecord, ...]:
-        """Return the search's trials that have no verdict yet."""
-        return self.now.running
-
-    def ranked(self) -> list[TrialRecord]:
-        """Return the finished trials that fit, the fastest first."""
-        return self.now.ranked
-
-    def ranked_sound(self) -> list[TrialRecord]:
-        """Return the trials of ``ranked`` without a level that drifted in a confirmation run."""
-        return self.now.ranked_sound
-
-    def ranked_before_confirmation(self) -> list[TrialRecord]:
-        """Return ``ranked_sound`` as if no confirmation run had been short of memory."""
-        now = self.now
-        return ranked_sound(now.all_finished, now.budget, now.horizon)
-
-    def winner(self) -> TrialRecord | None:
-        """Return the trial whose plan would be kept now."""
-        now = self.now
-        return winning(now.all_finished, now.budget, now.horizon, self.study.prefer)
-
-    def preferred_unconfirmed(self) -> Plan | None:
-        """Return a plan that is preferred to the present winner and may be as fast."""
-        now = self.now
-        return preferred_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
-
-    def faster_unconfirmed(self) -> Plan | None:
-        """Return the plan that may be far faster than the present winner, if there is one."""
-        now = self.now
-        return faster_unconfirmed(now.all_finished, now.budget, now.horizon, self.study.prefer)
-
-    def baseline(self) -> Verdict | None:
-        """Return the verdict of the neutral plan, if it has one."""
-        return next((trial.verdict for trial in self.finished() if trial.plan.neutral), None)
 
     def require_baseline(self, *, reachable: bool = False) -> None:
         """Raise if the neutral plan's trial shows that no plan can help.
@@ -241,39 +246,17 @@ class History:
         ``reachable``: some plans lower the memory that is needed before the model is called.
         """
         seen = self.seen() or reachable
-        messages.of_baseline(self.finished(), self.options.script, self.study.budget, seen=seen)
+        messages.of_baseline(self.now.finished, self.options.script, self.study.budget, seen=seen)
 
     def seen(self) -> bool:
         """Return whether the script has called a module with gradients."""
         return (self.study.facts or Facts()).called
-
-    def confirmations(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
-        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
-        mine = [trial for trial in self.now.confirmations if trial.plan == plan]
-        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
-
-    def drifted(self) -> list[TrialReport]:
-        """Return the reports of the confirmation runs that drifted."""
-        drifted = (t for t in self.now.confirmations if t.verdict is Verdict.DRIFTED)
-        return [trial.report for trial in drifted if trial.report is not None]
 
     def loss_is_doubtful(self) -> bool:
         """Return whether a training diverged, and no reference tells whether the script's does."""
         reports = (trial.report for trial in self.now.confirmations)
         lost = any(r is not None and r.reason in (NOT_FINITE, NOT_COMPARABLE) for r in reports)
         return lost and self.reference.trace is None
-
-    def failed(self, plan: Plan) -> bool:
-        """Return whether ``plan`` was confirmed at least once and never fitted then."""
-        return bool(self.confirmations(plan)) and not self.fitted(plan)
-
-    def fitted(self, plan: Plan) -> bool:
-        """Return whether ``plan`` fitted in a confirmation run."""
-        return any(fits(each, self.study.budget) for each in self.confirmations(plan))
-
-    def fitted_again(self) -> list[TrialRecord]:
-        """Return the confirmation runs that fitted."""
-        return [trial for trial in self.now.confirmations if fits(trial, self.study.budget)]
 
     # --- entering --------------------------------------------------------------------------
 
@@ -312,11 +295,10 @@ class History:
 
         Raises ``ScriptError`` if the script itself is at fault.
         """
-        cut = report.verdict is Verdict.TIMED_OUT and self.late()  # by --timeout
-        if report.verdict is Verdict.INTERRUPTED or cut:
+        if self._cut_short(report):
             self.spent(report.seconds_by_phase)
             return  # the trial is released with its launch, and can be proposed again
-        report = judged(report, self.baseline())
+        report = judged(report, self.now.baseline)
         if report.best is not None and self.study.facts is not None:
             report = replace(report, best=report.best.whole(self.study.facts))
         again = trial.purpose is Purpose.CONFIRM  # a report shows its losses beside the reference's
@@ -328,21 +310,17 @@ class History:
         self.store_evidence()
         trial = self.store.finish(trial, report, trace=trace)
         if trial.purpose is Purpose.SEARCH:
-            self.optuna_study.tell(trial, phases(trial))
+            self._dashboard.tell(trial)
             self.tell_ended(trial, slot)
         else:
-            self.optuna_study.confirmed(self.now.confirmations)
             self._tell_confirmed(trial)
             for plan in self.now.hardly_fit - before:
                 self.say(messages.hardly_fits(plan))
-        if report.verdict is Verdict.SCRIPT_FAILED:
-            raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
-        self._rule_out(report)
+        self._draw_conclusions(report)
 
     def amend(self, trial: TrialRecord, report: TrialReport, slot: int, *, checked: bool) -> None:
         """Record what real steps, or the check, have shown of a trial that was only probed."""
-        cut = report.verdict is Verdict.TIMED_OUT and self.late()
-        if report.verdict is Verdict.INTERRUPTED or cut:
+        if self._cut_short(report):
             return
         if checked and report.verdict is Verdict.MEASURED:
             self.checked.add(report.plan)
@@ -351,14 +329,19 @@ class History:
         self.store_evidence()
         trial = next(each for each in self.now.all_finished if each.id == trial.id)
         trial = self.store.amend(trial, amended(trial, report))
-        self.optuna_study.amended(self.now.all_finished)
         self.tell_ended(trial, slot, after="the check" if checked else "real steps")
+        self._draw_conclusions(report)
+
+    def _cut_short(self, report: TrialReport) -> bool:
+        """Return whether a trial says nothing: it was interrupted, or ``--timeout`` ended it."""
+        late = report.verdict is Verdict.TIMED_OUT and self.late()
+        return late or report.verdict is Verdict.INTERRUPTED
+
+    def _draw_conclusions(self, report: TrialReport) -> None:
+        """Raise if the script is at fault; rule out the level that is."""
         if report.verdict is Verdict.SCRIPT_FAILED:
             raise ScriptError(f"{self.options.script.target}: {report.reason}", report.traceback)
-        self._rule_out(report)
-
-    def _rule_out(self, report: TrialReport) -> None:
-        ruled_out = culprit(report, self.finished())
+        ruled_out = culprit(report, self.now.finished)
         if report.verdict not in BLAMED or not ruled_out:
             return
         name, refused = ruled_out
@@ -384,7 +367,7 @@ class History:
     def tell_ended(self, trial: TrialRecord, slot: int, *, after: str = "") -> None:
         """Send the notice of a finished trial; ``after``: as in ``TrialEnded``."""
         assert trial.report is not None, "a finished trial has a report"
-        best = any(each.id == trial.id for each in self.ranked_sound()[:1])
+        best = any(each.id == trial.id for each in self.now.ranked_sound[:1])
         self.tell(
             TrialEnded(number=trial.number, slot=slot, report=trial.report, best=best, after=after)
         )
@@ -408,7 +391,7 @@ class History:
 
     def confirmation_seconds(self) -> float:
         """Return the seconds that the winner's confirmation run is expected to take."""
-        winner = next(iter(self.ranked()), None)
+        winner = next(iter(self.now.ranked), None)
         if winner is None or winner.measurement is None:
             return 0.0
         measured = winner.measurement
@@ -423,7 +406,7 @@ class History:
 
     def limit(self, plan: Plan) -> float:
         """Return the seconds after which a trial of ``plan`` is ended, by the steps seen so far."""
-        steps = [t.measurement.seconds for t in self.finished() if t.measurement is not None]
+        steps = [t.measurement.seconds for t in self.now.finished if t.measurement is not None]
         if not steps:
             return MOST_SECONDS
         facts = self.study.facts or Facts()
@@ -433,7 +416,7 @@ class History:
 
     def _finish_seconds(self) -> float:
         """Return the seconds to compare the best two plans by real steps, and verify the winner."""
-        best = [trial.measurement for trial in self.ranked()[:2] if trial.measurement is not None]
+        best = [trial.measurement for trial in self.now.ranked[:2] if trial.measurement is not None]
         return FINISH_SECONDS + sum(FINISH_STEPS * each.seconds for each in best if each.probed)
 
     def late(self) -> bool:
@@ -462,20 +445,3 @@ class History:
     def spent(self, seconds: Seconds) -> None:
         """Add seconds of a launch that belong to no stored trial."""
         self._unstored = added(self._unstored, seconds)
-
-
-def phases(trial: TrialRecord) -> Mapping[str, float]:
-    """Return the seconds of a finished trial by phase: start-up, compilation, steps, and others.
-
-    The check of the plan is the largest part of the others.
-    """
-    report = trial.report
-    if report is None or trial.ended is None:
-        return {}
-    total = (trial.ended - trial.created).total_seconds()
-    found = {
-        "startup": report.startup_seconds,
-        "compile": sum(each.compile_seconds for each in report.measurements),
-        "steps": sum(sum(each.step_seconds) for each in report.measurements),
-    }
-    return {**found, "others": max(0.0, total - sum(found.values()))}

@@ -108,10 +108,6 @@ class RunningLaunch:
         """The purpose of its trials."""
         return self.trials[0].purpose if self.trials else Purpose.SEARCH
 
-    def doubt(self, doubt: Doubt) -> None:
-        """Postpone the verdict of a trial until the launch has ended."""
-        self.doubted = doubt
-
 
 class RunningLaunches(dict[int, RunningLaunch]):
     """The running launches, by slot."""

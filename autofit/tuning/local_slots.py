@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from autofit.exceptions import UsageError, WorkerError
-from autofit.strategies import Hardware
-from autofit.strategies.ranks import Ranks
+from autofit.strategies import RANKS, Hardware
 from autofit.tuning.cards import choose
 from autofit.tuning.options import SearchOptions
 from autofit.worker import meter
@@ -96,9 +95,8 @@ class LocalSlots:
     def _spread(self, devices: int) -> int:
         """Return over how many of ``devices`` the search may spread a training."""
         options = self._options
-        left_out = Ranks.name in options.without or (
-            options.only and Ranks.name not in options.only
-        )
+        name = RANKS
+        left_out = name in options.without or (options.only and name not in options.only)
         return 1 if left_out or options.gpus_per_trial is not None else devices
 
     def _choose(self) -> None:

@@ -50,7 +50,8 @@ def give_up(
 ) -> NoReturn:
     """Raise the error of a search that found no plan; ``timeout``: seconds, if they are over."""
     if timeout is not None and closest(finished) is None:
-        raise UsageError(out_of_time(timeout))
+        limit = f"--timeout {format_duration(timeout)}"
+        raise UsageError(f"nothing was measured within {limit}: give it more time")
     late = "" if timeout is None else f"; --timeout {format_duration(timeout)} is over"
     raise NothingFits(none_fits(finished, context) + late)
 
@@ -221,11 +222,6 @@ def model_too_large(report: TrialReport, budget: int) -> str:
         f"memory ran out before the model's first forward: {report.reason};"
         f" the budget is {format_size(budget)}, give more with --memory"
     )
-
-
-def out_of_time(seconds: float) -> str:
-    """Return the error that the search's time was over before a trial ended."""
-    return f"nothing was measured within --timeout {format_duration(seconds)}: give it more time"
 
 
 def too_short(script: Script, steps: int, *, seen: bool) -> str:

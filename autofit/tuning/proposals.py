@@ -1,4 +1,4 @@
-"""Asks the Optuna study for the plan to measure next, within the limits of the search."""
+"""Proposes the plan to measure next: a fixed start, or a suggestion of the sampler."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.space.catalogue import Reason, Space, space
 from autofit.storage import TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Hardware
-from autofit.strategies.allocator import EXPANDABLE
-from autofit.strategies.micro_batch import AUTO
-from autofit.strategies.ranks import count
-from autofit.tuning.earlier import known_plans
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, Hardware, Number, Waste
 from autofit.tuning.history import History
 from autofit.tuning.notices import LevelsLeftOut
-from autofit.tuning.starts import FixedStarts
+from autofit.tuning.starts import FixedStarts, known_plans
 from autofit.units import format_duration
 from autofit.worker.records.trials import Stage
 
@@ -56,6 +52,9 @@ class Proposer:
 
         ``learns``: whether to start from earlier studies of the same model.
         """
+        from autofit.tuning.sampler import Suggestions
+
+        self._suggestions = Suggestions(history.options.sampler)
         self._history = history
         self._learns = learns
         self._earlier: tuple[Plan, ...] = ()
@@ -68,32 +67,32 @@ class Proposer:
 
         Returns ``None`` if no plan is worth a trial there now.
         """
-        study, state = self._history.optuna_study, self.state()
+        state = self.state()
         if self._limit_reached(len(state.finished) + len(state.running)):
             return None
         start, others_wait = self._starts(state).due(launch)
         self._history.require_baseline(reachable=bool(state.level_sets))
-        if start is None and others_wait:
-            return None
-        return study.ask(state, launch, start=start)
+        if start is not None or others_wait:
+            return start
+        return self._suggestions.next(state, launch)
 
     @property
     def has_spread(self) -> bool:
         """Whether an earlier search of the study has measured plans that span several devices."""
-        return any(trial.plan["ranks"] != AS_IS for trial in self._history.finished())
+        return any(trial.plan.ranks > 1 for trial in self._history.now.finished)
 
     def spread(self) -> bool:
         """Propose from now on plans that span all devices; return whether there may be any."""
-        if self._spread == 1 or self._limit_reached(len(self._history.finished())):
+        if self._spread == 1 or self._limit_reached(len(self._history.now.finished)):
             return False
         self._hardware, self._spread = replace(self._hardware, devices=self._spread), 1
-        return self._space().ranks != AS_IS
+        return self._space().ranks > 1
 
     def known(self) -> tuple[Hashable, ...]:
         """Return the state on which proposals depend. Equal states give equal proposals."""
         study = self._history.study
-        running = frozenset(trial.plan for trial in self._history.running())
-        known = len(self._history.finished()), running, study.facts, study.left_out
+        running = frozenset(trial.plan for trial in self._history.now.running)
+        known = len(self._history.now.finished), running, study.facts, study.left_out
         bandwidths = tuple(self._history.bandwidths.items())
         return *known, bandwidths, self._hardware.devices
 
@@ -105,7 +104,7 @@ class Proposer:
         start, others_wait = self._starts(state).due(None)
         if start is not None or others_wait:
             return start is not None
-        return self._history.optuna_study.has_plan(state)
+        return self._suggestions.has_plan(state)
 
     def last_stage(self, launch: Launch) -> tuple[Stage, list[TrialRecord]]:
         """Return what ``launch`` does once no plan is left to probe, and with which trials.
@@ -115,14 +114,14 @@ class Proposer:
         launch measured, and those that shard the weights.
         """
         history = self._history
-        ranked = history.ranked_sound()
+        ranked = history.now.ranked_sound
         if not ranked or history.time_is_over():
             return Stage.PROBE, []
         here = [t for t in ranked if launch.can_measure(best_plan(t))]
         if rivals := _rivals(here):
             return Stage.STEPS, rivals
         plan = best_plan(ranked[0])
-        known = history.is_verified(plan) or plan["sharding"] != AS_IS
+        known = history.is_verified(plan) or plan.shards is not None
         if ranked[0] not in here or known or plan.fidelity(history.study.facts) is Fidelity.RECIPE:
             return Stage.PROBE, []
         return Stage.CHECK, ranked[:1]
@@ -134,16 +133,17 @@ class Proposer:
         that run, the first fallback is the same plan with expandable segments.
         """
         history, space = self._history, self._space()
-        if not (fitted := history.ranked_before_confirmation()):
+        if not (fitted := history.now.ranked_before_confirmation):
             return None
         plan = best_plan(fitted[0])
         fallbacks = fallbacks_below(plan, self.fallback_context())
-        runs = history.confirmations(plan)
+        runs = history.now.confirmed(plan)
         fragmented = any(fragmentation(trial) >= FRAGMENTED for trial in runs)
-        if fragmented and EXPANDABLE in space.choices("allocator"):
-            fallbacks.insert(0, plan.replace(allocator=EXPANDABLE))
+        remedied = space.remedied(plan, Waste.FRAGMENTATION)
+        if fragmented and remedied is not None:
+            fallbacks.insert(0, remedied)
         return next(
-            (fallback for fallback in fallbacks if not history.confirmations(fallback)), None
+            (fallback for fallback in fallbacks if not history.now.confirmed(fallback)), None
         )
 
     def fallback_context(self) -> FallbackContext:
@@ -154,7 +154,7 @@ class Proposer:
             hardware=self._hardware,
             allow=history.options.allow,
             facts=study.facts or Facts(),
-            trials=history.finished(),
+            trials=history.now.finished,
             budget=study.budget,
             refused=frozenset(without_choice),
             left_out=frozenset((strategy, level) for strategy, level, _ in study.left_out),
@@ -165,7 +165,7 @@ class Proposer:
         state = self.state()
         if self._starts(state).script_runs or not state.fits:
             return False
-        return not self._history.optuna_study.worth_running(state)
+        return not self._suggestions.worth_running(state)
 
     def script_running(self) -> bool:
         """Return whether the script runs as it is, to be observed."""
@@ -177,16 +177,16 @@ class Proposer:
         found = self._space()
         return SearchState(
             space=found,
-            finished=history.finished(),
-            running=frozenset(trial.plan for trial in history.running()),
-            drifted=tuple(history.drifted()),
+            finished=history.now.finished,
+            running=frozenset(trial.plan for trial in history.now.running),
+            drifted=history.now.drifted,
             facts=study.facts,
             budget=study.budget,
             cuda=self._hardware.device == "cuda",
             horizon=history.options.horizon,
             seconds_left=history.seconds_left(),
             link=self._hardware.link,
-            bandwidth=history.bandwidths.get(count(found.ranks)),
+            bandwidth=history.bandwidths.get(found.ranks),
             spreads_later=self._spread > 1,
         )
 
@@ -235,7 +235,7 @@ class Proposer:
         history, options, limit = self._history, self._history.options, ""
         if history.late() and options.timeout is not None:
             limit = f"--timeout {format_duration(options.timeout)}"
-        elif self._limit_reached(len(history.finished())):
+        elif self._limit_reached(len(history.now.finished)):
             limit = f"--trials {options.trials}"
         if limit:
             history.say_if_new(f"The search ended by {limit}. {self._untried()}")
@@ -247,7 +247,7 @@ class Proposer:
         if not left:
             return "Plans that were not tried may be faster."
         best = max(left, key=lambda each: each.gain)
-        plan = str(best.plan.replace(micro_batch=AS_IS)).replace(f" {AUTO}", "")
+        plan = str(best.plan.with_number(Number.SAMPLES, AS_IS)).replace(f" {AUTO}", "")
         more = f"{100 * best.gain:.0f} %"
         return f"Not tried: {len(left)} plans, of which {plan} may be faster by about {more}."
 

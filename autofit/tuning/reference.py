@@ -30,14 +30,13 @@ OWN_LOSS = "The script's own loss becomes infinite or NaN. The losses of plans a
 class Reference:
     """The reference trial, once there is one, and its training.
 
-    ``say`` receives lines for the user, each of them once.
+    ``say`` receives lines for the user; the same line may come again.
     """
 
     def __init__(
         self, stored: tuple[TrialRecord, Trace] | None, say: Callable[[str], None]
     ) -> None:
         self._say = say
-        self._said: set[str] = set()
         self.training = Training(plan=Plan())
         if stored is not None:
             trial, trace = stored
@@ -67,7 +66,7 @@ class Reference:
         losses = (*_start(trace), *losses_of(report))
         self.training = replace(self.training, plan=plan, trace=trace, losses=losses)
         if not finite(losses):
-            self._tell(OWN_LOSS)
+            self._say(OWN_LOSS)
 
     def compared(
         self,
@@ -81,11 +80,11 @@ class Reference:
         """
         found = compared(report, trace, self.training, facts)
         if found.without_reference:
-            self._tell(NO_REFERENCE)
+            self._say(NO_REFERENCE)
             if found.report.verdict is Verdict.MEASURED and not finite(losses_of(found.report)):
-                self._tell(SAME_LOSS)
+                self._say(SAME_LOSS)
         if found.obstacle:
-            self._tell(f"The steps cannot be compared: {found.obstacle}. Only losses are compared.")
+            self._say(f"The steps cannot be compared: {found.obstacle}. Only losses are compared.")
         return found.report
 
     def run_again(self, trace: Trace) -> None:
@@ -96,7 +95,7 @@ class Reference:
         self.training = replace(self.training, repeats=repeats)
         if not repeats:
             why = other.drifted or other.obstacle
-            self._tell(
+            self._say(
                 f"Two runs of the script differ ({why}). The steps of plans are not compared."
             )
 
@@ -108,12 +107,7 @@ class Reference:
                 self.training, losses=max(self.training.losses, longer, key=len)
             )
             if not finite(self.training.losses):
-                self._tell(OWN_LOSS)
-
-    def _tell(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            self._say(line)
+                self._say(OWN_LOSS)
 
 
 def _start(trace: Trace) -> list[float]:

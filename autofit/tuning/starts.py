@@ -4,22 +4,23 @@ The first is the script as it is, which is observed. What an expert would try fo
 precision, a fused optimizer, and as little checkpointing as fits; then the same compiled. Then come
 the fastest plans of an earlier study of the same model. The weights, gradients and optimizer state
 alone may exceed the budget. Then the leanest plan of each set of levels that lowers them is tried.
-All are enqueued in the Optuna study.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 
 from autofit import strategies
 from autofit.analysis.acquisition import PAYBACK
 from autofit.analysis.candidates import Launch, SearchState
 from autofit.analysis.feasibility import LevelSet, level_sets_within, next_level_set
+from autofit.analysis.frontier import frontier
 from autofit.analysis.ranking import ranked
 from autofit.plan import Plan
 from autofit.space.order import expected
-from autofit.strategies import AS_IS, Facts, Memory
-from autofit.strategies.micro_batch import AUTO
+from autofit.storage import Store, StudyRecord
+from autofit.strategies import AS_IS, AUTO, Facts, Memory, Number
 from autofit.worker.records.trials import Verdict
 
 MAX_SHORT = 5
@@ -28,7 +29,6 @@ MAX_SHORT = 5
 Without this many, level sets are tried only if the computed static memory exceeds the budget."""
 HALF = 0.5
 """Share of the activations that a refining level may leave to be part of the expert's plan."""
-COMPILE = strategies.get("compile")
 
 
 class FixedStarts:
@@ -89,8 +89,8 @@ class FixedStarts:
             return None
 
         def order(plan: Plan) -> tuple[float, bool]:
-            plain = plan.replace(checkpointing=AS_IS)  # checkpointing may take no block at all
-            return expected(plain, state.facts), plan["checkpointing"] != AUTO
+            plain = plan.with_number(Number.BLOCKS, AS_IS)  # its trial may take no block at all
+            return expected(plain, state.facts), plan.blocks != AUTO
 
         best = min(plans, key=order)
         return next(filter(self._saves_much, state.space.refinements(best)), best)
@@ -110,22 +110,23 @@ class FixedStarts:
         """Return the fastest plan so far, compiled, if compiling may pay within the horizon."""
         state = self._state
         best = next(iter(ranked(state.finished, state.budget, state.horizon)), None)
-        levels = [
-            level
-            for level in dict(state.space.levels).get(COMPILE.name, ())
-            if level != AS_IS and not COMPILE.level(level).refines
-        ]
         if best is None or best.measurement is None or state.facts is None or best.plan.neutral:
             return None
         if state.spreads_later:  # the plan that spans all devices is compiled
             return None
-        if best.plan[COMPILE.name] != AS_IS:
+        if best.plan.compiles:
             return None
         step, facts = best.measurement.seconds, state.facts
-        for level in sorted(levels, key=lambda each: COMPILE.expected_setup(each, facts)):
-            saved = (1.0 - COMPILE.expected_slowdown(level, facts)) * step * state.horizon
-            if saved >= PAYBACK * COMPILE.expected_setup(level, facts):
-                return best.plan.searched.replace(**{COMPILE.name: level})
+        levels = [
+            (strategy.expected_setup(level, facts), strategy, level)
+            for strategy in strategies.REGISTRY
+            for level in state.space.choices(strategy.name)
+            if strategy.level(level).setup_seconds and not strategy.level(level).refines
+        ]
+        for setup, strategy, level in sorted(levels, key=lambda each: each[0]):
+            saved = (1.0 - strategy.expected_slowdown(level, facts)) * step * state.horizon
+            if saved >= PAYBACK * setup:
+                return best.plan.searched.replace(**{strategy.name: level})
         return None
 
     def _next_level_set(self) -> LevelSet | None:
@@ -154,3 +155,36 @@ class FixedStarts:
             return plan
         follows = plan.follows(launch.fixed) and not level_set.own_process
         return plan if follows and (launch.fresh or not plan.alone) else None
+
+
+def known_plans(store: Store, study: StudyRecord) -> tuple[StudyRecord, tuple[Plan, ...]] | None:
+    """Return the newest earlier study of the model and its fastest plans; ``None`` without one.
+
+    It may have had another budget, another version of the script, or another user.
+
+    The first plan is the fastest of all, if a trial can fit its numbers to the budget of ``study``.
+    The last one is the fastest that fitted that budget. The model of ``study`` has to be known.
+    Both studies have the same GPU model.
+    """
+    if study.facts is None or not study.facts.roots:
+        return None
+    for other in store.studies():
+        facts, same = other.facts, other.hardware.name == study.hardware.name
+        if other.id == study.id or facts is None or not same:
+            continue
+        if _model(facts) == _model(study.facts) and (plans := _plans(store, other, study.budget)):
+            return other, plans
+    return None
+
+
+def _plans(store: Store, study: StudyRecord, budget: int) -> tuple[Plan, ...]:
+    points = [each for each in frontier(store, study) if not each.plan.neutral]
+    first = [each.plan.searched for each in points[:1] if each.plan.searched.open]
+    fitted = (e.plan.searched for e in points if e.measurement.peak_device <= budget)
+    return tuple(dict.fromkeys([*first, *itertools.islice(fitted, 1)]))
+
+
+def _model(facts: Facts) -> tuple[Hashable, ...]:
+    """Return what two studies of one model have in common."""
+    roots = tuple((each.name, each.parameters, each.trainable, each.blocks) for each in facts.roots)
+    return facts.framework, *roots

@@ -8,25 +8,8 @@ from autofit.exceptions import UsageError
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.strategies import Hardware
 from autofit.tuning import messages
-from autofit.tuning.notices import StudyStarted
 from autofit.tuning.options import SearchOptions
-from autofit.tuning.optuna_study import delete_optuna_study
 from autofit.units import format_size
-
-
-def key(options: SearchOptions, hardware: Hardware, spread: int = 1) -> StudyKey:
-    """Return the key of the study. Searches with equal keys share a study.
-
-    ``spread``: devices over which the search may spread a training.
-    """
-    return StudyKey.of(
-        options.script,
-        gpu=hardware.name,
-        gpus=options.gpus_per_trial or 1,
-        memory=options.memory,
-        allow=str(options.allow),
-        spread=spread,
-    )
 
 
 def budget(free: int, hardware: Hardware, memory: int | None, headroom: float) -> int:
@@ -53,15 +36,25 @@ def open_study(
     installed: Mapping[str, str],
     spread: int = 1,
 ) -> tuple[StudyRecord, tuple[TrialRecord, ...]]:
-    """Return the study to search and its finished trials.
+    """Return the study to search and its finished trials. Searches with equal keys share a study.
 
+    ``spread``: devices over which the search may spread a training.
     A study in which the script failed is replaced by a new one. Raises ``UsageError`` if another
     process searches the study.
     """
 
+    key = StudyKey.of(
+        options.script,
+        gpu=hardware.name,
+        gpus=options.gpus_per_trial or 1,
+        memory=options.memory,
+        allow=str(options.allow),
+        spread=spread,
+    )
+
     def found(*, fresh: bool) -> StudyRecord:
         return store.open_study(
-            key(options, hardware, spread),
+            key,
             script=options.script,
             hardware=hardware,
             budget=budget,
@@ -81,32 +74,3 @@ def open_study(
     if not options.fresh and messages.failed(before):
         return found(fresh=True), ()
     return study, before
-
-
-def delete_study(store: Store, study: StudyRecord) -> None:
-    """Delete a study from the store and from Optuna's tables.
-
-    Raises ``UsageError`` if another process searches it.
-    """
-    if (other := store.holder(study)) is not None:
-        raise UsageError(
-            f"process {other.pid} on {other.host} searches study {study.id}: stop it first"
-        )
-    delete_optuna_study(store, study)  # first: a search makes Optuna's study again from ours
-    store.delete_study(study)
-
-
-def study_started(
-    study: StudyRecord, options: SearchOptions, *, devices: int, resumed: int
-) -> StudyStarted:
-    """Return the notice that a study is open; ``resumed``: number of its finished trials."""
-    return StudyStarted(
-        study=study.id,
-        script=options.script,
-        hardware=study.hardware,
-        devices=devices,
-        budget=study.budget,
-        asked=options.memory is not None,
-        allow=str(options.allow),
-        resumed=resumed,
-    )

@@ -7,7 +7,6 @@ import shlex
 from autofit.analysis.result import Result
 from autofit.analysis.speeds import NOISY, is_faster, margin
 from autofit.storage.url import without_password
-from autofit.strategies.ranks import count
 from autofit.units import exact_size, format_duration
 from autofit.view import words
 from autofit.worker.records import phases
@@ -82,7 +81,7 @@ def _devices(result: Result) -> list[str]:
     if result.elsewhere is None:
         return []
     (plan, other), new = result.elsewhere, result.measurement
-    used, more = result.devices, max(result.ranks, count(plan["ranks"]))
+    used, more = result.devices, max(result.ranks, plan.ranks)
     name = "GPU" if result.hardware.device == "cuda" else "process"
     against = f"the fastest plan on {words.many(more, name)}"
     if used < more:

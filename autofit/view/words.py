@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from autofit.analysis.speeds import is_faster
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies import AS_IS, Fidelity, get
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, Fidelity, Number, counting, get
 from autofit.tuning.notices import StudyStarted
 from autofit.units import format_duration, format_size
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
@@ -130,7 +129,8 @@ def _root(root: RootFacts, times: int) -> str:
 
 def without_open_numbers(plan: Plan) -> str:
     """Return a plan without the numbers that its trial has yet to find."""
-    known = plan.replace(micro_batch=AS_IS) if plan["micro_batch"] == AUTO else plan
+    found = plan.splits and plan.chunk is None
+    known = plan.with_number(Number.SAMPLES, AS_IS) if found else plan
     return str(known).replace(f" {AUTO}", "")
 
 
@@ -160,8 +160,8 @@ def verdict(report: TrialReport, *, best: bool = False) -> str:
 
 def _too_large(short: OutOfMemory, plan: Plan) -> str:
     """Return a note on the numbers at which a measured plan ran out of memory."""
-    level = short.checkpointing if plan["checkpointing"] == AUTO else None
-    blocks = f" with {get('checkpointing').describe(level)}" if level else ""
+    level = short.checkpointing if plan.blocks == AUTO else None
+    blocks = f" with {counting(Number.BLOCKS).describe(level)}" if level else ""
     blocks = " without checkpointing" if level == AS_IS else blocks
     return f" ({short.micro_batch} at a time{blocks} did not fit)" if short.micro_batch else ""
 

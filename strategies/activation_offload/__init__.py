@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from autofit.exceptions import Refused
 from autofit.facts import Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, ScriptPart, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Level,
+    Memory,
+    Replay,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 
+SMALL = 1 << 20
+"""Smaller tensors, in bytes, stay on the device: starting the copy would take longer than it."""
+WINDOW = 4
+"""Tensors that stay on the device while they are copied to the host."""
 SHARES = {"half": 0.5, "all": 1.0}
 """Level to the share of the bytes that leave the device."""
 
@@ -22,6 +39,7 @@ class ActivationOffload(Strategy):
     summary = "keeps activations in host memory between forward and backward"
     source = "https://arxiv.org/abs/1602.08124"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(
@@ -63,6 +81,25 @@ class ActivationOffload(Strategy):
         around = "torch.autograd.graph.save_on_cpu(pin_memory=True)"
         setting = f"call the model inside {around}"
         return ByHand(setting=setting, part=ScriptPart.STEP, around=around)
+
+    def replay(self, level: str, step: Replay) -> Callable[[], None]:
+        """Move large activations to host memory between their uses in forward and backward."""
+
+        def move() -> None:
+            import numpy as np
+
+            lives = step.lives
+            large = lives.moving & (lives.size >= SMALL) & (lives.wanted < lives.end + 1)
+            large &= (lives.start < step.backward) & (lives.wanted > step.backward)
+            order = np.argsort(np.where(large, lives.start, np.inf), kind="stable")
+            moved = order[: max(0, int(large.sum()) - WINDOW)]
+            mask = np.zeros(len(lives.size), dtype=bool)
+            mask[moved[: round(len(moved) * SHARES[level])]] = True
+            back = lives.only(mask)
+            back = replace(back, start=np.minimum(back.wanted, back.end))
+            step.lives = lives.where(mask, end=np.minimum(lives.used, lives.end)).also(back)
+
+        return move
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Put the hooks around each forward."""

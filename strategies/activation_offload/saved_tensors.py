@@ -22,12 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from autofit import host
+from autofit.strategies.activation_offload import SMALL, WINDOW
 from autofit.strategies.base import Forward
+from autofit.strategies.support.memory_layout import gapped, laid_out
 
-SMALL = 1 << 20
-"""Smaller tensors, in bytes, stay on the device: starting the copy would take longer than it."""
-WINDOW = 4
-"""Tensors that stay on the device while they are copied to the host."""
 AHEAD = 4
 """Tensors that backward copies back in advance."""
 RESERVE = 8
@@ -315,27 +313,6 @@ class Offload:
         own = [] if module is None else [*module.parameters(), *module.buffers()]
         found = (each for each in (*own, *tree_leaves(arguments)) if type(each) in PLAIN)
         return {each.untyped_storage().data_ptr() for each in found}
-
-
-def laid_out(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a tensor's memory in one dimension, and the stride that restores the tensor.
-
-    The stride stays the same, so that backward runs the same kernels. A tensor with gaps between
-    its elements is made contiguous first.
-    """
-    if not gapped(tensor):  # dense in some order, or expanded
-        return tensor.as_strided((span(tensor),), (1,)), tensor.stride()
-    return tensor.contiguous().view(-1), torch.empty(tensor.shape, device="meta").stride()
-
-
-def span(tensor: torch.Tensor) -> int:
-    """Return the number of elements from a tensor's first to its last in memory."""
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def gapped(tensor: torch.Tensor) -> bool:
-    """Return whether there are gaps between a tensor's elements."""
-    return span(tensor) > tensor.numel()
 
 
 PLAIN = (torch.Tensor, nn.Parameter)

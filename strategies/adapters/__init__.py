@@ -36,6 +36,7 @@ class Adapters(Strategy):
     summary = "the weights are frozen, small matrices beside them are trained (LoRA)"
     source = "https://arxiv.org/abs/2106.09685"
     lowers = frozenset({Memory.WEIGHTS, Memory.GRADIENTS, Memory.OPTIMIZER_STATE})
+    freezes = True
     levels = (
         Level(name=AS_IS, summary="all that the script trains"),
         Level(

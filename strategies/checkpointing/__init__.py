@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from autofit.exceptions import Refused, UsageError
+from autofit.exceptions import Refused
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, ScriptPart, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    AUTO,
+    ByHand,
+    Level,
+    Memory,
+    Number,
+    Root,
+    ScriptPart,
+    Setting,
+    Strategy,
+    Training,
+    Undo,
+)
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import share_of_logits
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies.inspection.own_checkpointing import has_switch, uses_own_switch
+from autofit.strategies.support.block_levels import ALL, PARTS, count, most_blocks
 
-ALL = "all"
-PARTS = {"third": 3, "half": 2, ALL: 1}
-"""Levels that checkpoint one block in so many. Plans of earlier versions may hold the first two."""
 UNKNOWN_SHARE = 0.5
 """Share of the blocks for a number of blocks, where the number of all blocks is not known."""
 
 INPUT_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 """Attributes of a Hugging Face model with the handles of its embedding hooks."""
-LAYER = "GradientCheckpointingLayer"
-"""transformers' class for a block that its checkpointing method supports."""
 PLAIN = """
 from functools import partial
 
@@ -54,33 +62,30 @@ class Checkpointing(Strategy):
     summary = "keeps a block's input and recomputes its activations in backward"
     source = "https://arxiv.org/abs/1604.06174"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
+    number = Number.BLOCKS
     removed: ClassVar[Mapping[str, str]] = {"selective": ALL}
     levels = (
-        Level(name=AS_IS, summary="as the script has it"),
+        Level(name=AS_IS, summary="as the script has it", ordered=True),
         Level(
             name=AUTO,
             summary="as many blocks as the budget needs, found inside one launch",
             slowdown=1.12,
             keeps=0.55,
+            ordered=True,  # its trial finds a number, from no block to all
         ),
-        Level(name=ALL, summary="every block", slowdown=1.25, keeps=0.15),
+        Level(name=ALL, summary="every block", slowdown=1.25, keeps=0.15, ordered=True),
     )
 
     def level(self, name: str) -> Level:
-        """Return the level called ``name``, which may be a number of blocks."""
-        between = super().level(AUTO)
-        if name.isascii() and name.isdigit() and int(name) > 0:
-            return replace(between, name=name, summary=f"the first {int(name)} blocks")
+        """Return the level called ``name``, which may be a number or a part of the blocks."""
         if name in PARTS and name != ALL:
-            return replace(between, name=name, summary=f"a {name} of the blocks")
-        try:
-            return super().level(name)
-        except UsageError as error:
-            raise UsageError(f"{error} or a number of blocks") from None
+            return replace(super().level(AUTO), name=name, summary=f"a {name} of the blocks")
+        return super().level(name)
 
-    def searched(self, level: str) -> str:
-        """Return ``auto`` for a number of blocks."""
-        return AUTO if level.isdecimal() else level
+    def numbered(self, name: str) -> Level:
+        """Return the level of a number of blocks."""
+        return replace(super().level(AUTO), name=name, summary=f"the first {name} blocks")
 
     def leaner_levels(self, level: str, facts: Facts) -> tuple[str, ...]:
         """Return a number halfway between ``level`` and all blocks, then all blocks.
@@ -96,7 +101,7 @@ class Checkpointing(Strategy):
         halfway = (now + blocks + 1) // 2
         return (str(halfway), ALL) if 3 * (blocks - now) > blocks > halfway else (ALL,)
 
-    def block_share(self, level: str, facts: Facts) -> float:
+    def extent(self, level: str, facts: Facts) -> float:
         """Return the share of the blocks that run again under ``level``."""
         if level in (AS_IS, ALL):
             return float(level == ALL)
@@ -108,12 +113,12 @@ class Checkpointing(Strategy):
     def expected_share(self, level: str, facts: Facts) -> float:
         """The logits remain, whichever blocks are recomputed."""
         logits = share_of_logits(facts) or 0.0
-        freed = self.block_share(level, facts) * (1.0 - self.level(ALL).keeps)
+        freed = self.extent(level, facts) * (1.0 - self.level(ALL).keeps)
         return logits + (1.0 - logits) * (1.0 - freed)
 
     def expected_slowdown(self, level: str, facts: Facts) -> float:
         """Each block that runs again takes its share of the time."""
-        return 1.0 + self.block_share(level, facts) * (self.level(ALL).slowdown - 1.0)
+        return 1.0 + self.extent(level, facts) * (self.level(ALL).slowdown - 1.0)
 
     def describe(self, level: str) -> str:
         """Return ``"checkpointing"``, or ``"checkpointing 7 blocks"``."""
@@ -154,6 +159,38 @@ class Checkpointing(Strategy):
             blocks=True,
         )
 
+    def setting(self, level: str, form: str, training: Training) -> Setting | None:
+        """Return all blocks in Accelerate's FSDP, and in a Trainer with or without FSDP."""
+        if level != ALL:
+            return None
+        if form == "accelerate" and training.fsdp:
+            return Setting(fields={"fsdp_config": {"fsdp_activation_checkpointing": True}})
+        if form == "trainer" and training.fsdp:
+            return Setting(fields={"fsdp_config": {"activation_checkpointing": True}})
+        if form == "trainer":
+            own = {"use_reentrant": False}
+            name = "gradient_checkpointing"
+            return Setting(fields={name: True, f"{name}_kwargs": own})
+        return None
+
+    def statements(
+        self, level: str, model: str, blocks: str | None, training: Training
+    ) -> Sequence[str] | None:
+        """Checkpoint the first blocks, or all by the model's own method."""
+        if level == ALL and any(root.transformers for root in training.facts.roots):
+            return (f"{model}.gradient_checkpointing_enable()",)
+        if blocks is None or not (level == ALL or level.isdecimal()):
+            return ()
+        some = "" if level == ALL else f"[:{level}]"
+        return (
+            "import functools",
+            "import torch.utils.checkpoint",
+            f"for block in {model}.{blocks}{some}:",
+            "    block.forward = functools.partial(",
+            "        torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False",
+            "    )",
+        )
+
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint all blocks, or the first of them. A number has replaced ``auto`` before."""
         if level == AUTO:
@@ -180,34 +217,6 @@ class Checkpointing(Strategy):
         return undo
 
 
-def count(level: str, blocks: int) -> int:
-    """Return how many of ``blocks`` blocks run again under a level other than ``auto``."""
-    if level == AS_IS:
-        return 0
-    return min(int(level), blocks) if level.isdecimal() else -(-blocks // PARTS[level])
-
-
-def level_of(number: int, blocks: int) -> str:
-    """Return the level under which ``number`` of ``blocks`` blocks run again."""
-    return AS_IS if number == 0 else ALL if number >= blocks else str(number)
-
-
-def more_blocks(level: str | None, other: str | None) -> bool:
-    """Return whether ``level`` checkpoints more blocks than ``other``; ``False`` if unknown."""
-
-    numbers = {AS_IS: 0.0, ALL: math.inf}
-
-    def number(level: str | None) -> float:
-        return float(level) if level and level.isdecimal() else numbers.get(level or "", math.nan)
-
-    return number(level) > number(other)
-
-
-def most_blocks(facts: Facts) -> int:
-    """Return the blocks of the root that has most of them; 0 if none are known."""
-    return max((root.blocks for root in facts.roots), default=0)
-
-
 def _in_graph(blocks: Sequence[Any]) -> Undo:
     """Checkpoint by the blocks' ``forward``, which code compiled by the script calls."""
     from torch.utils.checkpoint import checkpoint
@@ -225,34 +234,6 @@ def _in_graph(blocks: Sequence[Any]) -> Undo:
     return undo
 
 
-def has_own_switch(module: Any) -> bool:
-    """Return whether ``module`` is a Hugging Face model with its own checkpointing method."""
-    return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
-        module, "gradient_checkpointing_enable"
-    )
-
-
-def run_again(module: Any, blocks: Sequence[Any]) -> Sequence[Any]:
-    """Return the modules that run again in backward; the whole model if that is unknown."""
-    if not uses_own_switch(module, blocks):
-        return blocks
-    return [each for each in blocks if _has_switch(each)] or [module]
-
-
-def uses_own_switch(module: Any, blocks: Sequence[Any]) -> bool:
-    """Return whether a Hugging Face model's own method checkpoints the ``blocks``.
-
-    In a Swin-V2 only the stages have a switch. Its blocks are checkpointed without the method.
-    """
-    if not has_own_switch(module):
-        return False
-    return any(map(_has_switch, blocks)) or not any(map(_has_switch, module.modules()))
-
-
-def _has_switch(module: Any) -> bool:
-    return any(each.__name__ == LAYER for each in type(module).__mro__)
-
-
 def _switch_on(module: Any, level: str, blocks: Sequence[Any]) -> Undo:
     """Call the model's own method, then disable checkpointing outside the first blocks."""
     flags = [vars(each).get("gradient_checkpointing") for each in module.modules()]
@@ -268,9 +249,9 @@ def _switch_on(module: Any, level: str, blocks: Sequence[Any]) -> Undo:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     for each, before in handles:
         _drop_input_hooks(each, before)
-    layers = [each for each in blocks if _has_switch(each)]
+    layers = [each for each in blocks if has_switch(each)]
     some = set(layers[: count(level, len(layers))])
-    for each in filter(_has_switch, module.modules()):
+    for each in filter(has_switch, module.modules()):
         each.gradient_checkpointing = each in some
     _replace_calls(module)
 

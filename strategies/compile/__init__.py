@@ -19,12 +19,14 @@ from autofit.strategies.base import (
     Memory,
     Root,
     ScriptPart,
+    Setting,
     Strategy,
+    Training,
     Undo,
 )
-from autofit.strategies.checkpointing import ALL, count
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import WIDE
+from autofit.strategies.support.block_levels import ALL, count
 
 SETTINGS: dict[str, Any] = {"options": {"fallback_random": True}}
 """Options of ``torch.compile``. Inductor's own random numbers would give other dropout masks
@@ -76,6 +78,14 @@ DIFFERENTIATED_AGAIN = (
 )
 
 
+OTHER_DRAWS = "ompiled dropout draws Inductor's own random numbers."
+
+
+def _in_accelerate(*, regional: bool) -> Setting:
+    dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}
+    return Setting(fields={"dynamo_config": dynamo}, notes=(f"C{OTHER_DRAWS}",))
+
+
 class Compile(Strategy):
     """``torch.compile`` in place, with the default mode (Ansel et al., 2024).
 
@@ -113,6 +123,7 @@ class Compile(Strategy):
             slowdown=0.85,
             keeps=KEEPS,
             setup_seconds=14.0,
+            settings={"accelerate": _in_accelerate(regional=True)},
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),
         Level(
@@ -122,6 +133,12 @@ class Compile(Strategy):
             keeps=KEEPS,
             setup_seconds=100.0,
             contains="regional",
+            settings={
+                "accelerate": _in_accelerate(regional=False),
+                "trainer": Setting(
+                    fields={"torch_compile": True}, notes=(f"torch_compile: c{OTHER_DRAWS}",)
+                ),
+            },
             lowers=frozenset({Memory.ACTIVATIONS}),
         ),
         Level(
@@ -246,6 +263,14 @@ class Compile(Strategy):
             """,
             blocks=True,
         )
+
+    def statements(
+        self, level: str, model: str, blocks: str | None, training: Training
+    ) -> Sequence[str] | None:
+        """Compile the blocks that the script shows."""
+        if level != "regional":
+            return None
+        return () if blocks is None else (f"for block in {model}.{blocks}:", "    block.compile()")
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Compile the root or each of its blocks. The compiler runs in the calls that follow."""

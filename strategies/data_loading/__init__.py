@@ -5,7 +5,24 @@ from __future__ import annotations
 import multiprocessing
 
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, ByHand, Level, Root, ScriptPart, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Level,
+    Root,
+    ScriptPart,
+    Setting,
+    Strategy,
+    Undo,
+    Waste,
+)
+
+WORKERS = 4
+
+
+def _in_trainer(*, pinned: bool) -> Setting:
+    loader = {"dataloader_num_workers": WORKERS, "dataloader_pin_memory": pinned}
+    return Setting(fields=loader)
 
 
 class DataLoading(Strategy):
@@ -24,18 +41,21 @@ class DataLoading(Strategy):
     name = "data_loading"
     summary = "worker processes fetch the next batches while the model computes"
     source = "https://docs.pytorch.org/docs/stable/data.html"
+    remedies = Waste.DATA_WAIT
     levels = (
         Level(name=AS_IS, summary="the script's own loader"),
         Level(
             name="workers",
             summary="up to four worker processes, two batches ahead each",
             slowdown=0.85,
+            settings={"trainer": _in_trainer(pinned=False)},
             refines=True,
         ),
         Level(
             name="pinned",
             summary="the same, into memory from which a GPU copies at full speed",
             slowdown=0.84,
+            settings={"trainer": _in_trainer(pinned=True)},
             refines=True,
         ),
     )
@@ -61,7 +81,7 @@ class DataLoading(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Return the loader's arguments."""
         pinned = {"pin_memory": "True"} if level == "pinned" else {}
-        loader = {"num_workers": "4", **pinned}
+        loader = {"num_workers": str(WORKERS), **pinned}
         given = ", ".join(f"{name}={code}" for name, code in loader.items())
         setting = f"make the training DataLoader with {given}"
         return ByHand(setting=setting, part=ScriptPart.LOADER, loader=loader)

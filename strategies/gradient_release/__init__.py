@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
+from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Replay, Strategy, Undo
 from autofit.strategies.support.optimizer_classes import PER_PARAMETER
 
 HOSTED = "hosted"
@@ -24,6 +24,7 @@ class GradientRelease(Strategy):
     summary = "the optimizer steps inside backward, each gradient is freed at once"
     source = "https://arxiv.org/abs/2306.09782"
     lowers = frozenset({Memory.GRADIENTS})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="gradients wait for the optimizer's step"),
         Level(
@@ -92,6 +93,15 @@ class GradientRelease(Strategy):
         if "modified by an inplace operation" in str(error):
             return "a weight is needed in backward after its gradient is complete"
         return None
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Free each gradient after the step of its parameter, within backward."""
+        import numpy as np
+
+        lives = step.lives
+        end = np.minimum(lives.end, lives.start + 2)
+        step.lives = lives.where(lives.kind == Memory.GRADIENTS, end=end)
+        step.step_by_parameter()
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Step inside backward. Raises ``Refused`` if that would change the training."""

@@ -31,6 +31,7 @@ class BatchSize(Strategy):
     summary = "a smaller batch: the rest of the samples is left out of training"
     source = "https://arxiv.org/abs/1812.06162"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="the script's own batch"),
         Level(

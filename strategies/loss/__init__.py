@@ -13,12 +13,19 @@ from autofit.strategies.base import (
     Fidelity,
     Level,
     Memory,
+    Replay,
     Root,
     ScriptPart,
+    Setting,
     Strategy,
     Undo,
 )
 from autofit.strategies.inspection.heads import WIDE, find_head, share_of_logits
+
+LIGER = (
+    "TrainingArguments(use_liger_kernel=True), if liger-kernel is installed and knows the model;"
+    " liger_kernel_config chooses its kernels"
+)
 
 
 class Loss(Strategy):
@@ -37,6 +44,7 @@ class Loss(Strategy):
     summary = "head and cross-entropy in chunks of tokens: no logits of the whole batch"
     source = "https://arxiv.org/abs/2410.10989"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(
@@ -45,6 +53,7 @@ class Loss(Strategy):
             slowdown=0.98,
             keeps=0.6,
             refines=True,
+            settings={"trainer": Setting(by_hand=LIGER)},
         ),
     )
 
@@ -93,6 +102,12 @@ class Loss(Strategy):
             " states and the head's weight"
         )
         return ByHand(setting=setting, part=ScriptPart.STEP)
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Compute head and loss in chunks of tokens, and their gradients within forward."""
+        from autofit.strategies.loss.replay import chunked
+
+        chunked(step)
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Make the head's output lazy."""

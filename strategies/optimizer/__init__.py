@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar
 
@@ -14,8 +16,11 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
+    Replay,
     ScriptPart,
+    Setting,
     Strategy,
+    Training,
     Undo,
 )
 from autofit.strategies.support.optimizer_classes import ADAM, EIGHT_BIT, FOREACH, FUSED
@@ -23,13 +28,31 @@ from autofit.strategies.support.optimizer_classes import ADAM, EIGHT_BIT, FOREAC
 OTHERS = ("lion", "sgd", "adafactor")
 """Levels that train by another algorithm."""
 
-HAVE = {
-    "fused": ("fused implementation", FUSED),
-    "single": ("implementation that takes all parameters at once", FOREACH),
-    "eight_bit": ("8-bit implementation", EIGHT_BIT),
-    **dict.fromkeys(OTHERS, ("rates that are known to suit another algorithm", ADAM)),
-}
-"""What each level needs of an optimizer's class, and the classes that have it."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation(Level):
+    """Another implementation of an optimizer, or another algorithm."""
+
+    change: str
+    """The function that changes the optimizer, within this package: ``"fused.fuse"``. It is called
+    with the handle and the level."""
+    has: str
+    """What the optimizer's class must have."""
+    classes: Sequence[str]
+    """The classes that have it."""
+    said: str
+    """Its name in the text of a plan."""
+    package: str | None = None
+    """The package that it needs."""
+    quantizes: bool = False
+    """Whether the state of large tensors has fewer bits, but not that of small ones."""
+    hand: ByHand | None = None
+
+
+def _made_with(name: str, code: str) -> ByHand:
+    """Return an argument with which the optimizer is made, by hand."""
+    setting = f"make the optimizer with {name}={code}"
+    return ByHand(setting=setting, part=ScriptPart.OPTIMIZER, optimizer={name: code})
 
 
 class Optimizer(Strategy):
@@ -45,51 +68,90 @@ class Optimizer(Strategy):
     summary = "the script's own optimizer, in a faster implementation or with smaller state"
     source = "https://arxiv.org/abs/2110.02861"
     lowers = frozenset({Memory.OPTIMIZER_STATE, Memory.WORKSPACE})
+    replays = True
     removed: ClassVar[Mapping[str, str]] = {"paged": "fused", "paged_eight_bit": "eight_bit"}
     levels = (
         Level(name=AS_IS, summary="the script's own implementation"),
-        Level(
+        Implementation(
             name="fused",
             summary="one kernel for all parameters (Adam, AdamW, SGD, Adagrad)",
+            change="fused.fuse",
+            has="fused implementation",
+            classes=FUSED,
+            said="fused optimizer",
+            ordered=True,  # it needs less memory than as_is, and is not slower
+            hand=_made_with("fused", "True"),
             slowdown=0.97,
             replaces_as_is=True,
+            settings={"trainer": Setting(fields={"optim": "adamw_torch_fused"})},
         ),
-        Level(
+        Implementation(
             name="single",
             summary="one parameter after the other, not all at once: no workspace as large as they",
+            change="fused.one_at_a_time",
+            has="implementation that takes all parameters at once",
+            classes=FOREACH,
+            said="one-at-a-time optimizer",
+            hand=_made_with("foreach", "False"),
             slowdown=1.03,
             keeps=0.6,
             lowers=frozenset({Memory.WORKSPACE}),
             refines=True,
         ),
-        Level(
+        Implementation(
             name="eight_bit",
             summary="Adam's, AdamW's and Lion's state in 8 bits, by bitsandbytes",
+            change="eight_bit.to_eight_bit",
+            has="8-bit implementation",
+            classes=EIGHT_BIT,
+            said="8-bit optimizer",
+            ordered=True,
+            package="bitsandbytes",
+            quantizes=True,
+            hand=ByHand(
+                setting="make the optimizer by bitsandbytes.optim.AdamW8bit (or Adam8bit,"
+                " Lion8bit), with the weights of embeddings set to 32 bits by"
+                " bitsandbytes.optim.GlobalOptimManager",
+                part=ScriptPart.OPTIMIZER,
+            ),
             fidelity=Fidelity.ROUNDING,
             slowdown=1.05,
             keeps=0.27,
+            settings={"trainer": Setting(fields={"optim": "adamw_bnb_8bit"})},
         ),
-        Level(
+        Implementation(
             name="lion",
             summary="Lion in place of Adam, at a tenth of its rate: one moment",
+            change="recipes.replace",
+            has="rates that are known to suit another algorithm",
+            classes=ADAM,
+            said="Lion for Adam",
             fidelity=Fidelity.RECIPE,
             slowdown=1.04,
             keeps=0.5,
             undo=False,
             refines=True,
         ),
-        Level(
+        Implementation(
             name="sgd",
             summary="SGD with momentum in place of Adam, each tensor's step as long as Adam's",
+            change="recipes.replace",
+            has="rates that are known to suit another algorithm",
+            classes=ADAM,
+            said="SGD for Adam",
             fidelity=Fidelity.RECIPE,
             slowdown=1.35,
             keeps=0.5,
             undo=False,
             refines=True,
         ),
-        Level(
+        Implementation(
             name="adafactor",
             summary="Adafactor in place of Adam, at its rates: squares by row and column",
+            change="recipes.replace",
+            has="rates that are known to suit another algorithm",
+            classes=ADAM,
+            said="Adafactor for Adam",
             fidelity=Fidelity.RECIPE,
             slowdown=1.32,
             keeps=0.05,
@@ -102,14 +164,11 @@ class Optimizer(Strategy):
         """8-bit state is no smaller if ``weights`` already halves the state."""
         halved = kind is Memory.OPTIMIZER_STATE and levels.get("weights", AS_IS) == "bf16"
         share = super().keeps(level, kind, levels)
-        return 2 * share if halved and level == "eight_bit" else share
+        return 2 * share if halved and self._made(level).quantizes else share
 
     def describe(self, level: str) -> str:
         """Return ``"fused optimizer"``, ``"8-bit optimizer"``, ``"Lion for Adam"``."""
-        said = {"eight_bit": "8-bit optimizer", "single": "one-at-a-time optimizer"}
-        algorithms = {"lion": "Lion", "sgd": "SGD", "adafactor": "Adafactor"}
-        other = f"{algorithms[level]} for Adam" if level in OTHERS else f"{level} optimizer"
-        return said.get(level, other)
+        return self._made(level).said
 
     def fidelity(self, level: str, facts: Facts | None = None) -> Fidelity:
         """Fused kernels round less often if the weights are in half precision."""
@@ -118,17 +177,18 @@ class Optimizer(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """8-bit state needs bitsandbytes."""
-        if level == "eight_bit" and find_spec("bitsandbytes") is None:
-            return "bitsandbytes is not installed: pip install bitsandbytes"
+        package = self._made(level).package
+        if package is not None and find_spec(package) is None:
+            return f"{package} is not installed: pip install {package}"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The optimizer's class must have such an implementation. The process checks the rest."""
-        what, known = HAVE[level]
-        others = [name for name in facts.optimizers if name not in known]
+        made = self._made(level)
+        others = [name for name in facts.optimizers if name not in made.classes]
         if others:
-            return f"{others[0]} has no {what}; {', '.join(known)} have"
-        if level == "eight_bit" and any(root.dtype == "float64" for root in facts.roots):
+            return f"{others[0]} has no {made.has}; {', '.join(made.classes)} have"
+        if made.quantizes and any(root.dtype == "float64" for root in facts.roots):
             return "the model's weights are float64"
         fusable = facts.optimizers and all(name in FUSED for name in facts.optimizers)
         if level == "single" and fusable and not _half(facts):
@@ -137,35 +197,34 @@ class Optimizer(Strategy):
 
     def by_hand(self, level: str) -> ByHand | None:
         """Return the optimizer's arguments, or its class. Others take more than a few lines."""
-        if level in OTHERS:
+        return self._made(level).hand
+
+    def setting(self, level: str, form: str, training: Training) -> Setting | None:
+        """A Trainer has such settings for AdamW only."""
+        if set(training.facts.optimizers) != {"AdamW"}:
             return None
-        if level == "eight_bit":
-            setting = (
-                "make the optimizer by bitsandbytes.optim.AdamW8bit (or Adam8bit, Lion8bit), with"
-                " the weights of embeddings set to 32 bits by bitsandbytes.optim.GlobalOptimManager"
-            )
-            return ByHand(setting=setting, part=ScriptPart.OPTIMIZER)
-        name, code = {"fused": ("fused", "True"), "single": ("foreach", "False")}[level]
-        setting = f"make the optimizer with {name}={code}"
-        return ByHand(setting=setting, part=ScriptPart.OPTIMIZER, optimizer={name: code})
+        return super().setting(level, form, training)
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Step parameter by parameter. Small tensors keep their state in 32 bits."""
+        if level in OTHERS:
+            return
+        if self._made(level).quantizes:
+            whole = (step.lives.kind == Memory.OPTIMIZER_STATE) & ~step.lives.quantized
+            step.lives = step.lives.where(whole, size=step.plain.size)
+        step.step_by_parameter()
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Replace the step. Raises ``Refused`` if the optimizer does not support the level."""
-        if level == "fused":
-            from autofit.strategies.optimizer.fused import fuse
+        module, function = self._made(level).change.split(".")
+        change = getattr(import_module(f"{__name__}.{module}"), function)
+        undo: Undo | None = change(handle, level)
+        return undo
 
-            return fuse(handle)
-        if level == "single":
-            from autofit.strategies.optimizer.fused import one_at_a_time
-
-            return one_at_a_time(handle)
-        if level in OTHERS:
-            from autofit.strategies.optimizer.recipes import replace
-
-            return replace(handle, level)
-        from autofit.strategies.optimizer.eight_bit import to_eight_bit
-
-        return to_eight_bit(handle)
+    def _made(self, level: str) -> Implementation:
+        found = self.level(level)
+        assert isinstance(found, Implementation), "as_is changes nothing"
+        return found
 
 
 def _half(facts: Facts) -> bool:

@@ -5,7 +5,6 @@ Importing bitsandbytes initialises CUDA, so it is imported when the first optimi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
+from autofit.strategies.support.bitsandbytes import SMALL, bitsandbytes
+
 BLOCK = 256
 """Elements that share a scale, fixed by the kernels."""
-SMALL = 4096
-"""Parameters with fewer elements keep 32 bits; bitsandbytes' own default."""
 LARGEST = 2**31 - 1
 """Largest number of elements: the kernels count in 32 bits."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,19 +23,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Codes = tuple[torch.Tensor, torch.Tensor]
 """The 8-bit codes of a vector, and its scales."""
-
-
-@cache
-def bitsandbytes() -> Any:
-    """Return ``bitsandbytes.functional``, without the log messages of its import."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        import bitsandbytes.functional
-    finally:
-        logger.setLevel(level)
-    return bitsandbytes.functional
 
 
 @cache

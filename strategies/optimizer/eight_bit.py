@@ -22,7 +22,6 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import (
     BLOCK,
     DTYPES,
     LARGEST,
-    SMALL,
     broken,
     dequantise,
     maps,
@@ -30,11 +29,13 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import (
     quantise,
     update,
 )
-from autofit.strategies.optimizer.fused import fused_step, parameters, place_steps, show, without
+from autofit.strategies.optimizer.fused import fused_step, place_steps, show
 from autofit.strategies.optimizer.fused import why_not as why_not_fused
 from autofit.strategies.optimizer.lion import recognised
 from autofit.strategies.optimizer.state_format import Algorithm
+from autofit.strategies.support.bitsandbytes import SMALL
 from autofit.strategies.support.optimizer_classes import LION
+from autofit.strategies.support.parameter_groups import parameters, without
 
 ADAM = Algorithm(
     kernel="adam", moments=("exp_avg", "exp_avg_sq"), counter=torch.Tensor, rest=fused_step
@@ -43,7 +44,7 @@ ADAM = Algorithm(
 State = dict[str, Any]
 
 
-def to_eight_bit(handle: OptimizerHandle) -> Undo:
+def to_eight_bit(handle: OptimizerHandle, level: str) -> Undo:
     """Keep the state of an optimizer in 8 bits, including the present state."""
     return EightBit(handle, understood(handle.optimizer)).undo
 

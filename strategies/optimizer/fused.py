@@ -7,7 +7,7 @@ checkpoints, pickles and copies it is on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.support.optimizer_classes import FOREACH, FUSED, in_torch
+from autofit.strategies.support.parameter_groups import parameters, without
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(FUSED)
 FOREACH_CLASSES: tuple[type[Optimizer], ...] = in_torch(FOREACH)
@@ -25,7 +26,7 @@ DEVICES = ("cpu", "cuda")
 ADAGRAD_ON_CUDA = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
-def fuse(handle: OptimizerHandle) -> Undo | None:
+def fuse(handle: OptimizerHandle, level: str) -> Undo | None:
     """Run each step with the fused kernels. Return ``None`` if the script does so already."""
     optimizer = handle.optimizer
     if reason := why_not(optimizer):
@@ -44,7 +45,7 @@ def fuse(handle: OptimizerHandle) -> Undo | None:
     return undo
 
 
-def one_at_a_time(handle: OptimizerHandle) -> Undo:
+def one_at_a_time(handle: OptimizerHandle, level: str) -> Undo:
     """Step one parameter after the other, if torch would step all at once."""
     optimizer = handle.optimizer
     name = type(optimizer).__name__
@@ -82,29 +83,6 @@ def why_not(optimizer: Optimizer) -> str | None:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             return "a gradient is sparse"
     return None
-
-
-def parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters of all groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-@contextmanager
-def without(optimizer: Any, left_out: Set[int]) -> Iterator[None]:
-    """Return a context in which the optimizer does not hold the parameters with these ids."""
-    if not left_out:
-        yield
-        return
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in left_out]
-    try:
-        yield
-    finally:
-        for group, params in zip(groups, whole, strict=True):
-            group["params"] = params
 
 
 def fused_step(optimizer: Any, step: Callable[[], None]) -> None:

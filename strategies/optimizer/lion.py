@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
-from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
 from autofit.strategies.optimizer.state_format import Algorithm
+from autofit.strategies.support.bitsandbytes import SMALL
 
 SETTINGS = ("lr", "betas", "weight_decay")
 """Settings that each group must have."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
-from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Strategy, Undo
+from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Replay, Strategy, Undo
 from autofit.strategies.support.optimizer_classes import ELEMENTWISE
 
 BESIDE = (AS_IS, "fused", "single")
@@ -28,6 +28,7 @@ class OptimizerOffload(Strategy):
     summary = "the optimizer's state waits in host memory or on disk"
     source = "https://arxiv.org/abs/2101.06840"
     lowers = frozenset({Memory.OPTIMIZER_STATE})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="state lies on the device"),
         Level(
@@ -73,6 +74,10 @@ class OptimizerOffload(Strategy):
         if other not in BESIDE:
             return f"optimizer_offload: the state of optimizer {other} has a form of its own"
         return None
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Step piece by piece."""
+        step.step_by_parameter()
 
     def on_optimizer(self, level: str, handle: OptimizerHandle) -> Undo | None:
         """Keep the state off the device. Raises ``Refused`` if it cannot be split into pieces."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from autofit.facts import Facts, Hardware
@@ -14,15 +16,19 @@ from autofit.strategies.base import (
     Memory,
     Root,
     ScriptPart,
+    Setting,
     Strategy,
+    Training,
     Undo,
 )
 
 if TYPE_CHECKING:
     import torch
 
-AUTOCAST = ("bf16", "fp16")
-"""Levels that compute under autocast, so that activations have 16 bits."""
+SECOND_COPY = (
+    "The Trainer keeps a 16-bit copy of all weights until it has the loss,",
+    "  so the peak may be higher than the one above.",
+)
 AMPERE = (8, 0)
 """The first CUDA compute capability with TF32 and bf16 matrix units."""
 
@@ -38,6 +44,7 @@ class Precision(Strategy):
     summary = "matrix products in lower precision; weights and optimizer stay in fp32"
     source = "https://arxiv.org/abs/1710.03740"
     lowers = frozenset({Memory.ACTIVATIONS})
+    replays = True
     redraws = True  # attention with dropout uses other kernels in half precision
     levels = (
         Level(name=AS_IS, summary="the script's own precision"),
@@ -46,6 +53,7 @@ class Precision(Strategy):
             summary="fp32 matrix products on TF32 tensor cores",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.35,
+            settings={"trainer": Setting(fields={"tf32": True})},
         ),
         Level(
             name="bf16",
@@ -53,6 +61,16 @@ class Precision(Strategy):
             fidelity=Fidelity.ROUNDING,
             slowdown=0.2,
             keeps=0.6,
+            autocast="bfloat16",
+            settings={
+                "accelerate": Setting(fields={"mixed_precision": "bf16"}),
+                # The section bf16 would convert the weights. Autocast keeps them in float32.
+                "deepspeed": Setting(
+                    fields={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+                ),
+                "lightning": Setting(fields={"precision": '"bf16-mixed"'}),
+                "trainer": Setting(fields={"bf16": True}, notes=SECOND_COPY),
+            },
         ),
         Level(
             name="fp16",
@@ -60,6 +78,24 @@ class Precision(Strategy):
             fidelity=Fidelity.ROUNDING,
             slowdown=0.21,
             keeps=0.6,
+            autocast="float16",
+            settings={
+                "accelerate": Setting(
+                    fields={"mixed_precision": "fp16"},
+                    notes=("Accelerate's own scaler scales the loss, not the model's call.",),
+                ),
+                "lightning": Setting(
+                    fields={"precision": '"16-mixed"'},
+                    notes=("Lightning's own scaler scales the loss, not the model's call.",),
+                ),
+                "trainer": Setting(
+                    fields={"fp16": True},
+                    notes=(
+                        "fp16: Trainer's own scaler scales the loss, not the model's call.",
+                        *SECOND_COPY,
+                    ),
+                ),
+            },
         ),
     )
 
@@ -103,6 +139,30 @@ class Precision(Strategy):
         scaler = ", and scale the loss by torch.amp.GradScaler" if scaled else ""
         setting = f"call the model inside {around}{scaler}"
         return ByHand(setting=setting, part=ScriptPart.STEP, around=around, scaled=scaled)
+
+    def statements(
+        self, level: str, model: str, blocks: str | None, training: Training
+    ) -> Sequence[str] | None:
+        """Put bf16 around the forward alone. The loss stays outside of autocast."""
+        if level != "bf16":
+            return None
+        # Around the loss, autocast would compute cross-entropy in bf16 on a GPU.
+        return (
+            "import accelerate.utils",
+            f"{model}.forward = accelerate.utils.convert_outputs_to_fp32(",
+            f'    torch.autocast("{training.device}", dtype=torch.bfloat16)({model}.forward)',
+            ")",
+        )
+
+    def around_forward(self, level: str, device: str) -> AbstractContextManager[object] | None:
+        """Return TF32 for the process, or autocast."""
+        import torch
+
+        from autofit.strategies.inspection import tf32
+
+        if level == "tf32":
+            return tf32.switched(True)
+        return torch.autocast(device, dtype=getattr(torch, str(self.level(level).autocast)))
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Use autocast around each forward. Under fp16 also scale gradients inside the root."""

@@ -21,6 +21,8 @@ from autofit.strategies.base import (
 from autofit.strategies.precision import AMPERE, autocast
 
 SHARDING = "sharding"
+IN_BF16 = {"precision": "bf16"}
+"""Its levels enter this autocast themselves."""
 OF_TYPES = ("dtype", "scalar type", "BFloat16")
 """Words in torch's errors about an operation on tensors of different dtypes."""
 
@@ -64,6 +66,7 @@ class Weights(Strategy):
             lowers=frozenset({Memory.GRADIENTS, Memory.ACTIVATIONS}),
             made=0.5,
             refines=True,
+            implies=IN_BF16,
         ),
         Level(
             name="bf16",
@@ -73,6 +76,7 @@ class Weights(Strategy):
             keeps=0.5,
             made=0.5,
             undo=False,
+            implies=IN_BF16,
             refines=True,
         ),
     )

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.strategies.base import Forward, Process, Undo
 from autofit.strategies.precision import autocast
+from autofit.strategies.support.device import device_capacity
 from autofit.strategies.support.in_float32 import change_type
 from autofit.strategies.weights.split_float32 import (
     halves,
@@ -29,14 +30,6 @@ from autofit.strategies.weights.split_float32 import (
 
 SHARE = 0.4
 """Share of the device's memory. Gradients of the same size would nearly fill the device."""
-
-
-def device_capacity(device: torch.device) -> int | None:
-    """Return the bytes that this process may use on a GPU, ``None`` for other devices."""
-    if device.type != "cuda":
-        return None
-    total = torch.cuda.get_device_properties(device).total_memory
-    return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def _cast(forward: Forward) -> Forward:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autofit.facts import Facts
-from autofit.strategies.base import AS_IS, ByHand, Level, Memory, Root, ScriptPart, Strategy, Undo
+from autofit.strategies.base import (
+    AS_IS,
+    ByHand,
+    Level,
+    Memory,
+    Replay,
+    Root,
+    ScriptPart,
+    Strategy,
+    Undo,
+)
 
 
 class ZeroGrad(Strategy):
@@ -20,6 +30,7 @@ class ZeroGrad(Strategy):
     summary = "gradients are dropped, not set to zero, where the script asks for zeros"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html"
     lowers = frozenset({Memory.GRADIENTS})
+    replays = True
     levels = (
         Level(name=AS_IS, summary="as the script has it"),
         Level(
@@ -54,7 +65,16 @@ class ZeroGrad(Strategy):
     def by_hand(self, level: str) -> ByHand:
         """Leave out the argument."""
         setting = "call optimizer.zero_grad() without set_to_none=False"
-        return ByHand(setting=setting, part=ScriptPart.STEP)
+        calls = {"zero_grad": {"set_to_none": "True"}}
+        return ByHand(setting=setting, part=ScriptPart.STEP, calls=calls)
+
+    def replay(self, level: str, step: Replay) -> None:
+        """Let gradients that last from step to step begin where backward makes them."""
+        import numpy as np
+
+        lives = step.lives
+        lasting = (lives.kind == Memory.GRADIENTS) & (lives.start == 0)
+        step.lives = lives.where(lasting, start=np.minimum(lives.wanted, lives.end))
 
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Patch ``zero_grad`` for the whole process."""

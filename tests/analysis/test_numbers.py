@@ -13,7 +13,8 @@ from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Memory, RootFacts
-from autofit.strategies.checkpointing import Checkpointing, more_blocks
+from autofit.strategies.checkpointing import Checkpointing
+from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick

@@ -29,7 +29,7 @@ from autofit.space.catalogue import Space, space
 from autofit.space.order import by_cost, leaner
 from autofit.storage import Purpose, TrialRecord
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts
-from autofit.strategies.sharding import WEIGHTS, Sharding
+from autofit.strategies.sharding import Sharding
 from autofit.tuning.launches import RunningLaunch
 from autofit.worker.records.trials import Measurement, OutOfMemory, Script, TrialReport, Verdict
 
@@ -149,7 +149,7 @@ def test_of_several_devices_every_plan_has_ranks() -> None:
     """One for each device; sharded weights, which no split goes with, have the whole batch."""
     adam = replace(FACTS, optimizers=("AdamW",))
     found = tried(adam, hardware=replace(GPU, devices=4))
-    assert found.ranks == "4"
+    assert found.ranks == 4
     plans = found.plans()
     assert {plan["ranks"] for plan in plans} == {"4"}
     assert {plan["sharding"] for plan in plans} == {
@@ -159,13 +159,13 @@ def test_of_several_devices_every_plan_has_ranks() -> None:
         "full",
         "hybrid",
     }
-    sharded = [plan for plan in plans if plan["sharding"] in WEIGHTS]
+    sharded = [plan for plan in plans if plan.shards and plan.shards.weights]
     assert {plan["micro_batch"] for plan in sharded} == {"as_is"}
     assert {plan["micro_batch"] for plan in plans if plan not in sharded} == {"auto"}
     refined = found.refinements(Plan.of({"precision": "bf16", "micro_batch": "auto"}))
     assert {plan["ranks"] for plan in refined} == {"4"}
     few = replace(FACTS, roots=(replace(ROOT, batch=3),))
-    assert tried(few, hardware=replace(GPU, devices=4)).ranks == "3"
+    assert tried(few, hardware=replace(GPU, devices=4)).ranks == 3
     alone = tried(adam)
     assert {(plan["ranks"], plan["sharding"]) for plan in alone.plans()} == {("as_is", "as_is")}
     spread = plans[0].replace(sharding="zero1", compile="as_is")

@@ -18,7 +18,7 @@ from autofit.cli import main
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, StudyRecord
 from autofit.strategies import Hardware
-from autofit.tuning.optuna_study import OptunaStudy
+from autofit.tuning.optuna_study import Dashboard
 from autofit.worker.records.trials import OutOfMemory, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -230,8 +230,8 @@ def test_a_study_is_deleted_with_its_trials_and_nothing_else(
     store: Store, study: StudyRecord, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = opened(store, memory=None)
-    OptunaStudy(store, study)
-    OptunaStudy(store, other)
+    Dashboard(store, study, horizon=1)
+    Dashboard(store, other, horizon=1)
     store.record_event("rescue", {}, study=study)
     store.record_event("rescue", {}, study=other)
     assert main(["history", "delete", study.id]) == 2, "no terminal can be asked"

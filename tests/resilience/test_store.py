@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import autofit
-from autofit.storage import FittedKey, Store
 
 pytestmark = pytest.mark.quick
 
@@ -81,7 +80,7 @@ def test_nothing_is_written_unless_something_else_held(store: Path) -> None:
     small()()
     assert store.exists()
     with sqlite3.connect(store) as connection:
-        (count,) = connection.execute("SELECT count(*) FROM fitted").fetchone()
+        (count,) = connection.execute("SELECT count(*) FROM discovery").fetchone()
     assert count == 1
 
 
@@ -107,15 +106,3 @@ def test_a_store_that_fails_ends_no_training(
         assert train() == 2
     complaints = [line for line in caplog.messages if "cannot remember" in line]
     assert len(complaints) == 1
-
-
-def test_the_table(store: Path) -> None:
-    key = FittedKey(function="m.f", arguments="0" * 64, device="NVIDIA H200", memory=1 << 40)
-    with Store(str(store)) as opened:
-        assert opened.fitted(key) is None
-        opened.keep_fitted(key, {"batch_size": 8}, versions={"torch": "2"})
-        kept = opened.keep_fitted(key, {"batch_size": 4}, versions={"torch": "2"})
-        assert opened.fitted(key) == kept
-        assert dict(kept.kept) == {"batch_size": 4}
-        other = FittedKey(function="m.f", arguments="0" * 64, device="NVIDIA H200", memory=1)
-        assert opened.fitted(other) is None

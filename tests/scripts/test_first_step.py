@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.strategies import REGISTRY
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AUTO, REGISTRY
 from tests.scripts._runner import Asked, Runs
 
 PARTS = 2

@@ -60,7 +60,7 @@ def _table(alias: str, statement: str) -> str:
 def test_a_scan_is_seen(tmp_path: Path) -> None:
     with Store(str(tmp_path / "service.db")) as store:
         assert set(scanned(store, [("SELECT * FROM trial", ())])) == {"trial"}
-        aliased = "SELECT * FROM trial AS t WHERE t.reason = 'x'"
+        aliased = "SELECT * FROM trial AS t WHERE t.launch = 1"
         assert set(scanned(store, [(aliased, ())])) == {"trial"}
         assert scanned(store, [("SELECT * FROM trial WHERE id = 3", ())]) == {}
 

@@ -10,12 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
@@ -23,10 +21,8 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Column, Connection, Engine, event, inspect, text
 
 from autofit.exceptions import AutofitError, StorageError, UsageError
-from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.storage import (
-    MachineKey,
     Owner,
     Store,
     StudyRecord,
@@ -35,7 +31,7 @@ from autofit.storage import (
     models,
 )
 from autofit.storage.url import without_password
-from autofit.tuning.optuna_study import OptunaStudy
+from autofit.tuning.optuna_study import Dashboard
 from autofit.worker.records.trials import Script, TrialReport
 
 pytestmark = pytest.mark.quick
@@ -43,8 +39,8 @@ pytestmark = pytest.mark.quick
 Open = Callable[..., StudyRecord]
 Report = Callable[..., TrialReport]
 OURS = {
-    *("study", "trial", "measurement", "event", "fitted", "evidence", "inspection"),
-    *("search", "notice", "upload", "token", "account", "audit", "bandwidth"),
+    *("study", "trial", "event", "discovery"),
+    *("search", "notice", "upload", "token", "account", "audit"),
     engine.VERSION_TABLE,
 }
 
@@ -73,71 +69,6 @@ def test_an_empty_store_is_migrated_to_the_newest_revision(store: Store, locatio
     assert tables(location) == OURS
 
 
-def test_a_store_of_an_older_version_keeps_what_it_holds(
-    store: Store, location: str, study: StudyRecord, plan: Plan, report: Report
-) -> None:
-    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
-    kept = store.finish(trial, report(plan))
-    store.close()
-    config = Config()
-    config.set_main_option("script_location", engine.migrations_folder())
-    with connected(location) as connection:
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0001")
-        assert engine.revision(connection) == "0001"
-    with Store(location) as again:
-        assert kept.report is not None
-        assert again.trials(study) == (
-            replace(kept, report=replace(kept.report, seconds_by_phase=())),
-        )
-        assert again.reference(study) is None
-
-
-def test_trials_of_the_version_before_have_no_seconds_by_phase(
-    store: Store, location: str, study: StudyRecord, plan: Plan, report: Report
-) -> None:
-    (trial,) = store.add_trials(study, [plan], launch=0, owner=Owner.current())
-    kept = store.finish(trial, report(plan))
-    store.add_seconds(study, 2.0, (("Ray", 2.0),))
-    store.close()
-    config = Config()
-    config.set_main_option("script_location", engine.migrations_folder())
-    with connected(location) as connection:
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0013")
-    with Store(location) as again:
-        assert kept.report is not None
-        before = replace(kept.report, seconds_by_phase=())
-        assert again.trials(study) == (replace(kept, report=before),)
-        assert again.study(study.id).seconds_by_phase == ()
-        assert again.study(study.id).seconds == 2.0
-
-
-def test_a_store_before_bandwidths_gets_a_table_of_them(
-    store: Store, location: str, study: StudyRecord
-) -> None:
-    store.close()
-    config = Config()
-    config.set_main_option("script_location", engine.migrations_folder())
-    with connected(location) as connection:
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0012")
-        assert not inspect(connection).has_table("bandwidth")
-    machine = MachineKey.of(study.hardware, study.versions)
-    slow, fast = (
-        Bandwidth(all_reduce=rate, all_gather=2 * rate, reduce_scatter=3 * rate)
-        for rate in (1e9, 1 / 3 * 1e12)
-    )
-    with Store(location) as again:
-        assert again.study(study.id).key == study.key
-        assert again.bandwidths(machine) == {}
-        again.set_bandwidth(machine, 4, slow)
-        again.set_bandwidth(machine, 2, slow)
-        again.set_bandwidth(machine, 4, fast)
-        assert again.bandwidths(machine) == {2: slow, 4: fast}
-        assert again.bandwidths(replace(machine, torch="2.11.0")) == {}
-
-
 def default_differs(
     _context: object, _inspected: object, column: Column[Any], there: str | None, *said: object
 ) -> bool | None:
@@ -158,20 +89,20 @@ def test_the_migrations_make_what_the_models_say(store: Store) -> None:
         assert compare_metadata(context, models.Base.metadata) == []
 
 
-def test_a_store_of_a_newer_version_is_refused_untouched(store: Store, location: str) -> None:
+def test_a_store_of_another_version_is_refused_untouched(store: Store, location: str) -> None:
     store.close()
     with connected(location) as connection:
         connection.execute(text(f"UPDATE {engine.VERSION_TABLE} SET version_num = '9999'"))
-    with pytest.raises(StorageError, match="newer version of autofit; upgrade autofit"):
+    with pytest.raises(StorageError, match="another version of autofit: upgrade autofit"):
         Store(location)
 
 
 def test_a_migration_that_fails_leaves_nothing(location: str) -> None:
     with connected(location) as connection:
-        connection.execute(text("CREATE TABLE measurement (theirs INTEGER)"))
-    with pytest.raises(StorageError, match=r'measurement"? already exists'):
+        connection.execute(text("CREATE TABLE trial (theirs INTEGER)"))
+    with pytest.raises(StorageError, match=r'trial"? already exists'):
         Store(location)
-    assert tables(location) == {"measurement"}
+    assert tables(location) == {"trial"}
 
 
 def test_sqlite_is_set_up(path: Path) -> None:
@@ -272,11 +203,11 @@ def test_a_store_that_fills_up_while_optunas_tables_are_made(
         event.listen(Engine, "connect", limit)
         try:
             with pytest.raises(StorageError, match=r"is full; free some space and run") as caught:
-                OptunaStudy(store, study)
+                Dashboard(store, study, horizon=1)
         finally:
             event.remove(Engine, "connect", limit)
         assert "\n" not in str(caught.value)
-        OptunaStudy(store, study).catch_up(store.trials(study))
+        Dashboard(store, study, horizon=1)
 
 
 # --- many at once -----------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from autofit.exceptions import Refused, UsageError
 from autofit.plan import Plan
 from autofit.strategies import (
     AS_IS,
+    AUTO,
     REGISTRY,
     Facts,
     Fidelity,
@@ -39,7 +40,6 @@ from autofit.strategies import (
     RootFacts,
     Strategy,
 )
-from autofit.strategies.micro_batch import AUTO
 from autofit.worker import meter
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.meter import build

@@ -17,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.optimizer import bitsandbytes_kernels
+from autofit.strategies.support.bitsandbytes import bitsandbytes as quietly
 from tests.strategies.optimizers import (
     WIDTH,
     Make,
@@ -221,7 +222,7 @@ def test_the_kernels_are_tried_before_they_are_trusted(
     bitsandbytes_kernels.broken.cache_clear()
     assert tried() is None
     bitsandbytes_kernels.broken.cache_clear()
-    kernels = bitsandbytes_kernels.bitsandbytes()
+    kernels = quietly()
     monkeypatch.setattr(kernels, "optimizer_update_8bit_blockwise", lambda *_, **__: None)
     assert "compute something else" in (tried() or "")
     bitsandbytes_kernels.broken.cache_clear()

@@ -71,7 +71,7 @@ def searched(
 def _searched(history: History, model: Simulated, proposer: Proposer, most: int) -> int:
     launches, index, fresh, facts = 0, 0, True, history.study.facts or Facts()
     plan, fixed = proposer.next(), None
-    while plan is not None and len(history.finished()) < most:
+    while plan is not None and len(history.now.finished) < most:
         launches += fixed is None
         index, fresh = (0, True) if fixed is None else (index + 1, fresh)
         (trial,) = history.store.add_trials(

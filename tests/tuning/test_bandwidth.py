@@ -6,16 +6,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import optuna
 import pytest
 
 from autofit.facts import Bandwidth
 from autofit.plan import Plan
 from autofit.storage import MachineKey, Store, TrialRecord
 from autofit.strategies import Fidelity
-from autofit.tuning.optuna_study import name_of
 from autofit.tuning.proposals import Proposer
-from autofit.tuning.sampler import state_of
 from autofit.worker.meter import build
 from autofit.worker.records.trials import Verdict
 from tests.tuning.simulated import GIB, H200, opened
@@ -75,6 +72,3 @@ def test_a_search_measures_it_once(
     assert again.returncode == 0, again.stderr
     with Store(str(tmp_path / "autofit.db")) as store:
         assert store.bandwidths(machine) == {2: FAST}, "not measured again"
-        newest, _ = store.studies()
-        known = optuna.load_study(study_name=name_of(newest), storage=store.url)
-        assert state_of(known).bandwidth == FAST

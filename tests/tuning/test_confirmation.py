@@ -271,7 +271,7 @@ def test_a_batch_in_one_piece_is_no_split(
     )
     history.finish(trial, report, 0)
     plan = Plan.of(kept_plan)
-    assert told[0].report.best == best_plan(history.finished()[0]) == plan
+    assert told[0].report.best == best_plan(history.now.finished[0]) == plan
     result = result_of(history.store, history.study)
     assert result is not None
     assert (result.plan, result.fidelity) == (plan, fidelity)
@@ -315,11 +315,11 @@ def test_the_size_below_takes_the_place_of_one_that_does_not_fit_again(
     search = Played(history, {two: found})
     assert best_plan(confirmed(search)) == two
     assert search.measured == [four, two]
-    report = history.finished()[0].report
+    report = history.now.finished[0].report
     assert report is not None
     assert report.measurements[-1] == found
     assert report.out_of_memory == replace(SHORT, micro_batch=4)
-    assert max_micro_batch(Plan.of({"micro_batch": "auto"}), history.finished()) == 3, (
+    assert max_micro_batch(Plan.of({"micro_batch": "auto"}), history.now.finished) == 3, (
         "it needs more"
     )
     result = result_of(history.store, history.study)
@@ -335,8 +335,8 @@ def test_no_size_is_left_where_none_fits_again(
     assert confirmed(search).plan == PLANS[-1]
     assert search.measured == [four, two, PLANS[-1]], "the faster of the two comes first"
     ends(history, one, None, Purpose.CONFIRM)
-    assert history.finished()[0].verdict is Verdict.OUT_OF_MEMORY
-    assert [trial.plan for trial in history.ranked_sound()] == [PLANS[-1]]
+    assert history.now.finished[0].verdict is Verdict.OUT_OF_MEMORY
+    assert [trial.plan for trial in history.now.ranked_sound] == [PLANS[-1]]
 
 
 def test_a_heap_in_pieces_gets_segments_that_grow(
@@ -364,7 +364,7 @@ def test_it_is_told_why_a_plan_did_not_hold(
     history: History, short: OutOfMemory, expected: str
 ) -> None:
     ends(history, PLANS[0], None, Purpose.CONFIRM, short)
-    told = did_not_hold(PLANS[0], history.confirmations(PLANS[0]))
+    told = did_not_hold(PLANS[0], history.now.confirmed(PLANS[0]))
     assert told == f"{PLANS[0]} failed its confirmation run: {expected}"
 
 
@@ -384,14 +384,14 @@ def test_what_a_search_has_learned_of_sizes_stays(
         out_of_memory=replace(SHORT, micro_batch=24),
     )
     history.finish(trial, report, 0)
-    before = max_micro_batch(more, history.finished())
+    before = max_micro_batch(more, history.now.finished)
     again = tight(measurement(16, 1.5, 5 * GIB))
     ends(history, split.replace(micro_batch="16"), again, Purpose.CONFIRM)
-    (found,) = history.finished()
+    (found,) = history.now.finished
     assert found.measurement == again
     assert found.report is not None
     assert len(found.report.measurements) == 3
-    assert max_micro_batch(more, history.finished()) == before == 23
+    assert max_micro_batch(more, history.now.finished) == before == 23
 
 
 @pytest.mark.parametrize(("seconds", "measured"), [(1.15, 1), (1.3, 2), (9.0, 4)])

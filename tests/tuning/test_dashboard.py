@@ -14,7 +14,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.storage import Store, StudyRecord
+from autofit.storage import Purpose, State, Store, StudyRecord
 
 pytestmark = pytest.mark.quick
 
@@ -41,9 +41,8 @@ def trials(storage: optuna.storages.RDBStorage) -> list[FrozenTrial]:
     return optuna.load_study(study_name=summary.study_name, storage=storage).get_trials()
 
 
-def launched(trials: list[FrozenTrial], state: TrialState) -> list[FrozenTrial]:
-    """Return the trials in this state, without proposals that needed no launch."""
-    return [t for t in trials if t.state is state and "autofit_trial" in t.user_attrs]
+def ended(trials: list[FrozenTrial], state: TrialState) -> list[FrozenTrial]:
+    return [trial for trial in trials if trial.state is state]
 
 
 def test_a_study_is_found_by_script_and_budget(
@@ -59,7 +58,7 @@ def test_a_study_is_found_by_script_and_budget(
 
 
 def test_values_are_seconds_a_sample(trials: list[FrozenTrial]) -> None:
-    measured = launched(trials, TrialState.COMPLETE)
+    measured = ended(trials, TrialState.COMPLETE)
     assert measured
     for trial in measured:
         assert trial.value == pytest.approx(1 / trial.user_attrs["samples_per_second"])
@@ -67,21 +66,24 @@ def test_values_are_seconds_a_sample(trials: list[FrozenTrial]) -> None:
 
 
 def test_the_constraint_tells_what_fits(trials: list[FrozenTrial], study: StudyRecord) -> None:
-    for trial in launched(trials, TrialState.COMPLETE):
+    for trial in ended(trials, TrialState.COMPLETE):
         share = trial.user_attrs["peak_device_bytes"] / study.budget
         assert trial.constraints["memory"] == pytest.approx(share - 1)
         assert share <= 1
-    pruned = launched(trials, TrialState.PRUNED)
+    pruned = ended(trials, TrialState.PRUNED)
     assert pruned, "the script does not fit as it is"
     assert {trial.user_attrs["verdict"] for trial in pruned} == {"out_of_memory"}
     assert all(trial.constraints["memory"] > 0 for trial in pruned)
 
 
-def test_each_trial_has_parameters(trials: list[FrozenTrial]) -> None:
-    for trial in trials:
-        changed = {name: trial.params.get(name) for name in trial.user_attrs["plan"]}
-        assert trial.params
-        assert changed == trial.user_attrs["plan"]
+def test_each_trial_has_the_levels_of_its_plan(
+    trials: list[FrozenTrial], study: StudyRecord, searched_folder: Path
+) -> None:
+    with Store(str(searched_folder / "autofit.db"), create=False) as store:
+        ours = store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
+    assert [trial.user_attrs["autofit_trial"] for trial in trials] == [each.id for each in ours]
+    for trial, each in zip(trials, ours, strict=True):
+        assert trial.params == each.plan.searched.levels
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_the_dashboard_shows_what_optuna_has(
     assert study.id in shown["name"]
     assert shown["directions"] == ["minimize"]
     assert shown["objective_names"] == ["seconds a sample"]
-    best = min(launched(trials, TrialState.COMPLETE), key=lambda trial: trial.value or 0.0)
+    best = min(ended(trials, TrialState.COMPLETE), key=lambda trial: trial.value or 0.0)
     assert [trial["number"] for trial in shown["best_trials"]] == [best.number]
     for trial, row in zip(trials, shown["trials"], strict=True):
         assert row["state"] == trial.state.name.capitalize()

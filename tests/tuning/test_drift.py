@@ -615,12 +615,12 @@ def test_without_a_reference_only_losses_that_are_not_finite_are_noticed() -> No
     for loss in (1e9, 2e9):
         report = ended(BF16, loss, loss)
         assert nobody.compared(report, trace(), None) is report
-    assert said == [NO_REFERENCE]
+    assert set(said) == {NO_REFERENCE}
     drifted = nobody.compared(ended(BF16, math.nan, 1.0), trace(), None)
     assert drifted.verdict is Verdict.DRIFTED
     own = nobody.compared(ended(CHECKPOINTING, math.nan, 1.0), trace(), None)
     assert own.verdict is Verdict.MEASURED
-    assert said == [NO_REFERENCE, SAME_LOSS]
+    assert set(said) == {NO_REFERENCE, SAME_LOSS}
 
 
 @pytest.mark.quick

@@ -24,9 +24,9 @@ from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import Space, space
 from autofit.storage import Owner, Purpose, State, TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, Hardware, RootFacts
-from autofit.strategies.checkpointing import Checkpointing, level_of
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, Hardware, RootFacts
+from autofit.strategies.checkpointing import Checkpointing
+from autofit.strategies.support.block_levels import level_of
 from autofit.tuning.starts import FixedStarts
 from autofit.worker.harness.measurement.sizes import Solver, solve
 from autofit.worker.records.trials import (
@@ -129,7 +129,7 @@ class Work:
 
     def again(self, plan: Plan) -> float:
         """Return the share of the blocks that run again."""
-        return Checkpointing().block_share(plan["checkpointing"], self.facts)
+        return Checkpointing().extent(plan["checkpointing"], self.facts)
 
     @property
     def dropped(self) -> float:

@@ -20,8 +20,7 @@ from autofit.analysis.feasibility import (
 from autofit.plan import Plan
 from autofit.space.catalogue import space
 from autofit.storage import State, Store, TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, RootFacts
 from autofit.tuning.history import History
 from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.records.trials import (
@@ -158,7 +157,7 @@ def test_seven_billion_parameters_are_trained_in_full_within_24_gib(
     found = history(allow, 24 * GIB)
     launches = searched(found, Llama(24 * GIB))
     assert launches <= 9  # 12, less those that confirm the winner
-    best = found.ranked()[0].plan
+    best = found.now.ranked[0].plan
     assert best["weights"] == ("bf16" if allow is Fidelity.RECIPE else "bf16_master")
     assert best["gradient_release"] == "hosted"
     assert best["optimizer_offload"] == "streamed"
@@ -176,7 +175,7 @@ def test_a_set_that_comes_to_nothing_is_followed_by_one_with_more_room(
     budget = 37 * GIB // 2
     found = history(Fidelity.RECIPE, budget)
     searched(found, Llama(budget))
-    first = [(t.plan["weights"], t.verdict) for t in found.finished()[:3]]
+    first = [(t.plan["weights"], t.verdict) for t in found.now.finished[:3]]
     assert first == [("as_is", OOM), ("bf16_master", OOM), ("bf16", Verdict.MEASURED)]
 
 
@@ -187,7 +186,7 @@ def test_where_every_set_comes_to_nothing_the_search_ends_soon(
     """A script that clips its gradients needs all of them at once."""
     found = history(Fidelity.ROUNDING, 24 * GIB)
     searched(found, Llama(24 * GIB, clips=True))
-    assert [trial.verdict for trial in found.finished()] == [OOM, Verdict.REFUSED]
+    assert [trial.verdict for trial in found.now.finished] == [OOM, Verdict.REFUSED]
 
 
 @pytest.mark.quick

@@ -102,7 +102,7 @@ def history(tmp_path: Path) -> Iterator[Callable[[Fidelity, int], History]]:
 
 def verdicts(history: History) -> list[Verdict | None]:
     """Return how the trials ended."""
-    return [trial.verdict for trial in history.finished()]
+    return [trial.verdict for trial in history.now.finished]
 
 
 @pytest.mark.parametrize("allow", [Fidelity.ROUNDING, Fidelity.RECIPE])
@@ -114,7 +114,7 @@ def test_what_ran_out_in_a_heap_in_pieces_is_tried_in_a_process_of_its_own(
     found = history(allow, budget)
     launches = searched(found, VisionTransformer(budget), most=4)
     assert verdicts(found) == [OOM] * 3 + [Verdict.MEASURED]
-    in_pieces, alone = (trial.plan for trial in found.finished()[2:])
+    in_pieces, alone = (trial.plan for trial in found.now.finished[2:])
     assert alone == in_pieces.replace(allocator="expandable")
     assert alone["weights"] == "bf16_master"
     assert launches == 2
@@ -128,7 +128,7 @@ def test_a_search_gives_up_after_what_needs_least_has_run_out_by_itself(
     found = history(allow, budget)
     launches = searched(found, VisionTransformer(budget, least=1.5))
     assert {*verdicts(found)} == {OOM}
-    alone = [trial for trial in found.finished() if trial.plan["allocator"] == "expandable"]
+    alone = [trial for trial in found.now.finished if trial.plan["allocator"] == "expandable"]
     assert all(trial.report is not None and trial.report.index == 0 for trial in alone)
     weights = "bf16" if allow is Fidelity.RECIPE else "bf16_master"
     least = {"weights": weights, "optimizer_offload": "streamed", "gradient_release": "hosted"}
@@ -143,7 +143,7 @@ def test_where_no_segments_grow_what_needs_least_is_tried_once(tmp_path: Path) -
     with Store(str(tmp_path / "autofit.db")) as store:
         found = opened(store, tmp_path, Fidelity.ROUNDING, budget, "allocator")
         searched(found, VisionTransformer(budget, least=2.6), most=20)
-        plans = [trial.plan for trial in found.finished()]
+        plans = [trial.plan for trial in found.now.finished]
         assert {*verdicts(found)} == {OOM}
         assert len(plans) == len({*plans}) < 20, "nothing is left"
 
@@ -156,5 +156,5 @@ def test_what_needs_least_is_tried_where_arithmetic_alone_asked_for_nothing(
     found = history(Fidelity.ROUNDING, budget)
     launches = searched(found, VisionTransformer(budget), most=8)
     assert verdicts(found)[0] is OOM
-    assert found.ranked()
+    assert found.now.ranked
     assert launches <= 3

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import optuna
 import pytest
 
 from autofit.storage import Purpose, State, Store
@@ -57,7 +58,10 @@ def test_a_killed_search_is_carried_on(
         searched = Counter(trial.plan for trial in after if trial.purpose is Purpose.SEARCH)
         assert set(searched.values()) == {1}
         assert not store.trials(study, state=State.RUNNING)
-        assert all(trial.optuna_number is not None for trial in after if trial.purpose == "search")
+        (name,) = optuna.get_all_study_names(storage)
+        copied = optuna.load_study(study_name=name, storage=storage).get_trials()
+        ours = [trial.id for trial in after if trial.purpose is Purpose.SEARCH]
+        assert [trial.user_attrs["autofit_trial"] for trial in copied] == ours
 
     best = command("best", "train.py", "--storage", storage, "--format", "json", cwd=tmp_path)
     assert best.returncode == 0, best.stderr

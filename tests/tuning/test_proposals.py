@@ -104,7 +104,7 @@ def again(history: History, trial: TrialRecord, found: Measurement, *, checked: 
     """Enter what real steps, or the check, have shown of a trial."""
     report = TrialReport(
         index=1,
-        plan=best_plan(next(each for each in history.finished() if each.id == trial.id)),
+        plan=best_plan(next(each for each in history.now.finished if each.id == trial.id)),
         verdict=Verdict.MEASURED,
         measurements=(found,),
     )
@@ -203,9 +203,9 @@ def test_the_two_fastest_are_measured_by_steps_and_the_winner_is_verified(
     assert (stage, [trial.id for trial in trials]) == (Stage.CHECK, [second.id])
     again(history, second, slow, checked=True)
     assert proposer.last_stage(here) == (Stage.PROBE, [])
-    (kept,) = (each for each in history.finished() if each.id == second.id)
+    (kept,) = (each for each in history.now.finished if each.id == second.id)
     assert kept.measurement == slow
-    assert not any(history.confirmations(plan) for plan in (EXPERT, COMPILED, third))
+    assert not any(history.now.confirmed(plan) for plan in (EXPERT, COMPILED, third))
 
 
 def test_a_comparison_that_timeout_cuts_short_changes_nothing(
@@ -213,11 +213,11 @@ def test_a_comparison_that_timeout_cuts_short_changes_nothing(
 ) -> None:
     """What was probed still counts."""
     trial = probed(history, EXPERT, measurement(32, 1.0, 5 * GIB))
-    before = history.finished()
+    before = history.now.finished
     history.options = replace(history.options, timeout=0.0)
     cut = TrialReport(index=1, plan=best_plan(before[-1]), verdict=Verdict.TIMED_OUT, reason="late")
     history.amend(trial, cut, 0, checked=False)
-    assert history.finished() == before
+    assert history.now.finished == before
 
 
 def test_a_winner_that_its_check_refuses_gives_way_to_the_next(
@@ -239,7 +239,7 @@ def test_a_winner_that_its_check_refuses_gives_way_to_the_next(
     )
     history.amend(trial, refused, 0, checked=True)
     assert history.study.left_out == (("precision", "bf16", "the gradients differ"),)
-    assert [each.plan for each in history.ranked()] == [other]
+    assert [each.plan for each in history.now.ranked] == [other]
     stage, (trial,) = proposer.last_stage(Launch())
     assert (stage, trial.plan) == (Stage.CHECK, other)
 
@@ -322,13 +322,13 @@ def test_what_hardly_fits_when_measured_again_is_relieved(
     ends(auto, lean, Purpose.SEARCH, 0, 1.0)
     ends(all_blocks, all_blocks, Purpose.SEARCH, 0, 1.2)
     assert proposer.next() is None
-    assert history.ranked_sound()[0].plan == auto
+    assert history.now.ranked_sound[0].plan == auto
     ends(lean, lean, Purpose.CONFIRM, retries, seconds)
     if relieved:
         assert proposer.next() == auto.replace(allocator="expandable")
-        assert history.ranked_sound()[0].plan != auto, "another is faster"
+        assert history.now.ranked_sound[0].plan != auto, "another is faster"
         assert told == [hardly_fits(lean)]
     else:
         assert proposer.next() is None
-        assert history.ranked_sound()[0].plan == auto
+        assert history.now.ranked_sound[0].plan == auto
         assert told == []

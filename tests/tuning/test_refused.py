@@ -84,7 +84,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 
 def refusals(history: History) -> list[Plan]:
     """The plans that were refused, in their order."""
-    return [t.plan for t in history.finished() if t.verdict is Verdict.REFUSED]
+    return [t.plan for t in history.now.finished if t.verdict is Verdict.REFUSED]
 
 
 def test_a_refused_technique_is_left_out_at_once_with_its_reason(history: History) -> None:
@@ -103,4 +103,4 @@ def test_what_is_refused_only_together_is_not_tried_with_more_beside_it(history:
     for before, after in combinations(levels, 2):
         assert not before <= after
     assert history.study.left_out == ()
-    assert Verdict.MEASURED in {trial.verdict for trial in history.finished()}
+    assert Verdict.MEASURED in {trial.verdict for trial in history.now.finished}

@@ -14,7 +14,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies import AUTO
 
 pytestmark = pytest.mark.quick
 

@@ -93,25 +93,6 @@ class TestInARayThatRunsAlready:
             assert store.trials(old, state=State.FINISHED) == found
             assert new.id == f"{old.id}-2"
 
-    @pytest.mark.quick
-    def test_every_trial_came_out_of_ask(
-        self, script: Callable[..., Path], trials: Trials, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        asked: list[int] = []
-        ask = optuna.Study.ask
-
-        def counted(study: optuna.Study, *args: Any) -> optuna.Trial:
-            trial = ask(study, *args)
-            asked.append(trial.number)
-            return trial
-
-        monkeypatch.setattr(optuna.Study, "ask", counted)
-        folder = script().parent
-        assert main(["search", "train.py", "--trials", "3"]) == 0
-        searched = [trial for trial in trials(folder) if trial.purpose is Purpose.SEARCH]
-        assert len(searched) >= 2  # on a busy machine, a third may not be worth its time
-        assert [trial.optuna_number for trial in searched] == asked
-
     @pytest.mark.full
     def test_tpe_takes_the_place_of_the_sampler(
         self, script: Callable[..., Path], trials: Trials

@@ -15,9 +15,8 @@ import pytest
 from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.storage import Purpose, Store, TrialRecord
-from autofit.strategies import AS_IS, Facts, Fidelity, RootFacts
+from autofit.strategies import AS_IS, AUTO, Facts, Fidelity, RootFacts
 from autofit.strategies.checkpointing import Checkpointing
-from autofit.strategies.micro_batch import AUTO
 from autofit.strategies.ranks import count
 from autofit.worker.meter import build
 from autofit.worker.records.trials import Measurement, OutOfMemory, TrialReport, Verdict
@@ -51,7 +50,7 @@ class Decoder:
         shared, state = shard.get(plan["sharding"], (1.0, 1.0))
         state *= 0.27 if plan["optimizer"] == "eight_bit" else 1.0
         each = 1.6 if plan["precision"] == "bf16" else 2.6
-        each *= 1 - 0.85 * Checkpointing().block_share(blocks, FACTS)
+        each *= 1 - 0.85 * Checkpointing().extent(blocks, FACTS)
         kept = {"half": 0.6, "all": 0.2}.get(plan["activation_offload"], 1.0)
         return 0.8 + 1.06 * (4.1 * 2 * shared + 8.2 * state + each * kept * size)
 
@@ -59,7 +58,7 @@ class Decoder:
         """Return the seconds of a step."""
         cards = count(plan["ranks"])
         compute = {"bf16": 0.6, "tf32": 1.2}.get(plan["precision"], 3.6)
-        compute *= 1 + 0.3 * Checkpointing().block_share(blocks, FACTS)
+        compute *= 1 + 0.3 * Checkpointing().extent(blocks, FACTS)
         compute *= 0.9 if plan["compile"] != AS_IS else 1.0
         compute *= {"half": 1.5, "all": 2.1}.get(plan["activation_offload"], 1.0)
         chunks = math.ceil(BATCH / cards / size)
@@ -114,7 +113,7 @@ def find(folder: Path, model: Decoder, cards: int, link: str = "nvlink") -> list
     with Store(f"sqlite:///{folder / 'autofit.db'}") as store:
         history = opened(store, folder, Fidelity.ROUNDING, model.budget, link=link)
         searched(history, model, spread=cards)
-        return list(history.finished())
+        return list(history.now.finished)
 
 
 @pytest.mark.quick
@@ -148,7 +147,7 @@ def test_a_search_starts_from_an_earlier_study_of_the_model(tmp_path: Path, budg
             again = opened(store, edited, Fidelity.ROUNDING, budget * GIB)
             again.tell = lambda notice: lines.append(getattr(notice, "text", ""))
             searched(again, Decoder(budget * GIB), learns=learns)
-            trials[learns] = list(again.finished())
+            trials[learns] = list(again.now.finished)
             if not learns:
                 store.delete_study(again.study)
     (line,) = (line for line in lines if "has searched the same model" in line)

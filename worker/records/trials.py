@@ -12,8 +12,7 @@ from enum import StrEnum
 
 from autofit.facts import Bandwidth, Facts
 from autofit.plan import Plan
-from autofit.strategies import ranks
-from autofit.strategies.checkpointing import more_blocks
+from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.inspection import Growth, Inspected, Inspection
 from autofit.worker.records.phases import Seconds
@@ -246,12 +245,9 @@ class TrialReport:
     """The strategy at fault, if the traceback shows one."""
     own: bool = False
     """Whether the script's own code raised the error, without a strategy's code in the traceback.
-
-    Not stored.
     """
     killed: bool = False
-    """Whether a signal from outside ended its process although memory had not run out. Not stored.
-    """
+    """Whether a signal from outside ended its process although memory had not run out."""
     traceback: str = ""
     """Python's traceback without autofit's own frames, for a failed trial."""
     startup_seconds: float = 0.0
@@ -261,7 +257,7 @@ class TrialReport:
     gradient_difference: float | None = None
     """Relative difference of the gradients from the plain model's, as the gradient check found it.
 
-    ``None`` if the plan cannot change the gradients. Not stored.
+    ``None`` if the plan cannot change the gradients.
     """
 
     @property
@@ -664,7 +660,7 @@ class LaunchRequest:
     @property
     def replicas(self) -> int:
         """Copies of a single-process script that train as one; all plans have the same number."""
-        return max((ranks.count(plan["ranks"]) for plan in self.plans[:1]), default=1)
+        return max((plan.ranks for plan in self.plans[:1]), default=1)
 
     @property
     def processes(self) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState, Rows
 from autofit.worker.harness.batch.early_gradients import EarlyGradients
@@ -370,7 +371,7 @@ class ChunkedCall:
         Raises ``Refused`` if the model has changed.
         """
         if self.owner.state_version() != self._state_version:
-            raise Refused(CHANGED_BEFORE_USE, "micro_batch")
+            raise Refused(CHANGED_BEFORE_USE, SPLIT)
         found: dict[int, list[torch.Tensor]] = {index: [] for index in wanted}
         present, before = self.batch, self._random_state()
         self.batch = Batch([*arguments], present.spec)
@@ -613,7 +614,7 @@ class ChunkedCall:
         Raises ``Refused`` if the parameters' gradients are to have a graph too.
         """
         if self._receivers() != []:
-            raise Refused(CREATE_GRAPH, "micro_batch")
+            raise Refused(CREATE_GRAPH, SPLIT)
         incoming = dict(zip(self._tracked, cotangents, strict=True))
         total: Gradients = [None] * len(self.inputs)
         self._restore_arguments(saved)
@@ -814,7 +815,7 @@ class ChunkedCall:
     ) -> tuple[list[Any], list[Any]]:
         """Repeat the forward of ``cut`` with a graph; ``apart`` as in ``_forward``."""
         if self.owner.state_version() != self._state_version:
-            raise Refused(CHANGED, "micro_batch")
+            raise Refused(CHANGED, SPLIT)
         if state is not None:
             state.restore()
         with self._ambient.again(), self._attributes.again():

@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState
 from autofit.worker.harness.batch.chunked_call import ChunkedCall, UnknownGraph
@@ -216,7 +217,7 @@ class ChunkedRoot:
             raise refusal
         if self._in_one_piece is None:
             reason = f"a later batch cannot be split: {refusal}"
-            raise Refused(reason, "micro_batch") from refusal
+            raise Refused(reason, SPLIT) from refusal
         return str(refusal)
 
     def check_call(self, args: Any, kwargs: Any) -> None:
@@ -239,7 +240,7 @@ class ChunkedRoot:
                 output = self._attempt(call, forward, batch, start)
             except UnknownGraph as unknown:
                 if last:
-                    raise Refused(UNKNOWN_GRAPH, "micro_batch") from None
+                    raise Refused(UNKNOWN_GRAPH, SPLIT) from None
                 self._layouts.verify_again(layout.kind, batch, unknown.shape)
             except Refused as refusal:  # the verified layout does not hold for this batch
                 if _is_of_other_strategy(refusal):
@@ -275,7 +276,7 @@ class ChunkedRoot:
             try:
                 return call()
             except UnknownGraph:
-                reason = self._reason_for_whole(Refused(UNKNOWN_GRAPH, "micro_batch"))
+                reason = self._reason_for_whole(Refused(UNKNOWN_GRAPH, SPLIT))
             except Refused as refusal:
                 reason = self._reason_for_whole(refusal)
             if start is not None:
@@ -418,7 +419,7 @@ class ChunkedRoot:
         """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""
         if self._listens:
             reason = "a hook of the script on the gradients would see those of each part"
-            raise Refused(reason, "micro_batch")
+            raise Refused(reason, SPLIT)
 
     def backward_done(self) -> None:
         """Notice that the backward of a call has ended."""
@@ -429,7 +430,7 @@ class ChunkedRoot:
         layout = self._find_layout(batch, gradients=True)
         if not layout.fits(batch):
             reason = "the model's arguments do not all have the same number of samples"
-            raise Refused(reason, "micro_batch")
+            raise Refused(reason, SPLIT)
         return layout
 
     def cut(self, size: int, eager: bool) -> list[Cut]:
@@ -465,7 +466,7 @@ class ChunkedRoot:
 
 def _is_of_other_strategy(refusal: Refused) -> bool:
     """Return whether a strategy other than the split refuses."""
-    return refusal.strategy not in (None, "micro_batch")
+    return refusal.strategy not in (None, SPLIT)
 
 
 def _has_one_row_a_sample(layout: Layout, output: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.torch_state.modules import is_sharded
 
@@ -77,7 +78,7 @@ class DdpReduction:
         Raises ``Refused`` if the same backward has chunks to reduce: it would reduce twice.
         """
         if self._expected:
-            raise Refused("an earlier call of this backward has run in parts", "micro_batch")
+            raise Refused("an earlier call of this backward has run in parts", SPLIT)
         self._whole = True
 
     def received(self, parameter: torch.Tensor) -> None:
@@ -137,7 +138,7 @@ def to_device(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple
 def refuse_what_cannot_be_split(root: nn.Module) -> None:
     """Raise ``Refused`` if chunks of ``root`` would communicate, or would never be reduced."""
     if reason := _sharded(root) or _wrapped_out_of_reach(root):
-        raise Refused(reason, "micro_batch")
+        raise Refused(reason, SPLIT)
     if isinstance(root, DistributedDataParallel) and (reason := _unsupported(root)):
         raise Refused(f"the batch is not split under DistributedDataParallel {reason}")
 
@@ -185,7 +186,7 @@ def refuse_collectives(forward: Forward) -> Forward:
         output = forward(*args, **kwargs)
         if _collectives() != before:
             reason = "the model communicates with other ranks in its forward"
-            raise Refused(reason, "micro_batch")
+            raise Refused(reason, SPLIT)
         return output
 
     return call

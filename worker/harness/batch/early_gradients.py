@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.worker.harness.patching.gradient_reads import marks
 
 CHANGED = "the script changed gradients between the model's forward and its backward"
@@ -54,7 +55,7 @@ class EarlyGradients:
         for parameter, before, after in zip(self._parameters, self._marks, now, strict=True):
             if before is not None and after is not None and before[0] == after[0]:
                 if before != after:
-                    raise Refused(CHANGED, "micro_batch")
+                    raise Refused(CHANGED, SPLIT)
                 kept.append(parameter)
             elif before is not None:
                 lost.append(parameter)

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.worker.harness.batch.call_state import CallState
 from autofit.worker.harness.batch.late_output import CHANGED, LateOutput
 from autofit.worker.harness.batch.layout import Cut, Layout, joined
@@ -100,7 +101,7 @@ class LateRows:
 
     def _again(self) -> HostRows:
         if self._present() != self._versions:
-            raise Refused(CHANGED, "micro_batch")
+            raise Refused(CHANGED, SPLIT)
         return self._call.rows_again(self._arguments, [*self._outputs])
 
     def _have(self, rows: HostRows) -> None:

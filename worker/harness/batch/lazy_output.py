@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch import loss_functions
 from autofit.worker.harness.batch.call_state import CallState
@@ -183,7 +184,7 @@ class DelayedCall:
         like = self._promised
         if like is not None and (like.shape, like.dtype) != (output.shape, output.dtype):
             self._caller.state.stop_delaying()
-            raise Refused(OTHER_OUTPUT, "micro_batch")
+            raise Refused(OTHER_OUTPUT, SPLIT)
         self._output = output
         self.batch = Batch([], self.batch.spec)
         self._run = lambda *_: output
@@ -191,7 +192,7 @@ class DelayedCall:
 
     def _check(self) -> None:
         if self._version() != self._version_at_call:
-            raise Refused(CHANGED, "micro_batch")
+            raise Refused(CHANGED, SPLIT)
 
     def _version(self) -> object:
         tensors = [leaf for leaf in self.batch.leaves if isinstance(leaf, torch.Tensor)]
@@ -352,7 +353,7 @@ def refuse_gradient(value: Any) -> None:
     """
     leaves = tree_leaves(value)
     if any(isinstance(leaf, LazyOutput) and leaf._call.ran_with_loss for leaf in leaves):
-        raise Refused(TOO_LATE, "micro_batch")
+        raise Refused(TOO_LATE, SPLIT)
 
 
 def _run_loss(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:

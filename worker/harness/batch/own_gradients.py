@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from autofit.exceptions import Refused
+from autofit.strategies import SPLIT
 from autofit.worker.harness.batch.chunked_call import CREATE_GRAPH, ChunkedCall, sum_of
 from autofit.worker.harness.patching.observers import plain_grad
 from autofit.worker.harness.torch_state.graph import edges_of, walk
@@ -30,9 +31,9 @@ def gradients_through_chunks(
     be differentiated again.
     """
     if options.get("create_graph"):
-        raise Refused(CREATE_GRAPH, "micro_batch")
+        raise Refused(CREATE_GRAPH, SPLIT)
     if options.get("is_grads_batched"):
-        raise Refused(VECTORIZED, "micro_batch")
+        raise Refused(VECTORIZED, SPLIT)
     asked, wanted = as_tuple(outputs), as_tuple(inputs)
     calls = _calls_behind(asked)
     edges = [GradientEdge(node, i) for node, call in calls.items() for i in range(call.tracked)]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
-from autofit.strategies.optimizer.bitsandbytes_kernels import SMALL
+from autofit.strategies.support.bitsandbytes import SMALL
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.measurement import leaks
 from autofit.worker.harness.measurement.allocations import (

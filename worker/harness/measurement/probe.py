@@ -192,7 +192,7 @@ class Prober:
             peak_allocated=allocated,
             peak_reserved=max(passes.peak.reserved + rest.device, step.peak.reserved),
             peak_device=max(passes.peak.device + rest.device, step.peak.device),
-            checkpointing=plan["checkpointing"],
+            checkpointing=plan.blocks,
             probed=True,
         )
 

@@ -13,9 +13,9 @@ from typing import Protocol
 from autofit.exceptions import Refused
 from autofit.facts import Facts
 from autofit.plan import Plan
+from autofit.strategies import AUTO, Number, counting
 from autofit.strategies.base import AS_IS, Memory
-from autofit.strategies.checkpointing import Checkpointing, count, level_of, most_blocks
-from autofit.strategies.micro_batch import AUTO
+from autofit.strategies.support.block_levels import count, level_of, most_blocks
 from autofit.worker.harness.measurement import sizes
 from autofit.worker.harness.measurement.probe import NotProbed, Rest, Shortage
 from autofit.worker.harness.measurement.suspension import Suspension
@@ -34,6 +34,7 @@ from autofit.worker.records.trials import (
 Schedule = Generator[Window | None, None, None]
 """Yields the next window of steps, or ``None`` to wait for the next call of the model."""
 Measuring = Generator[Window | None, None, Measurement | None]
+BLOCKS = counting(Number.BLOCKS)
 OBSERVED = 2
 """Steps of the script as it is that are timed, after the traced ones."""
 TURNS = 2
@@ -174,7 +175,7 @@ class Stages:
         Sharded weights are never whole again, so what shards them is verified before.
         """
         verify = not (plan.neutral or self._trial.is_known(plan))
-        before = plan["sharding"] != AS_IS
+        before = plan.shards is not None
         if verify and before:
             yield from self._check(plan)
         measurement = yield from self._steps(plan, self._request.steps)
@@ -308,12 +309,12 @@ class Stages:
 
         It leaves the same numbers open, and has the same weights, gradients and state in memory.
         """
-        numbers = ("micro_batch", "checkpointing")
+        numbers = (Number.SAMPLES, Number.BLOCKS)
         alike = (
             each
             for each in self._solved
             if each != plan
-            and all(each[name] == plan[name] for name in numbers)
+            and all(each.level_of(number) == plan.level_of(number) for number in numbers)
             and _beside_activations(each) == _beside_activations(plan)
         )
         return next((self._solved[each] for each in alike), ())
@@ -337,12 +338,12 @@ class Stages:
             return
         level, size = known[-1].checkpointing, known[-1].micro_batch
         while (measured := (yield from self._measure(plan.sized(size, level)))) is None:
-            more = Checkpointing().leaner_levels(level or AS_IS, self._trial.facts)
+            more = BLOCKS.leaner_levels(level or AS_IS, self._trial.facts)
             if not or_leaner:
                 return
-            if plan["checkpointing"] == AUTO and more:
+            if plan.blocks == AUTO and more:
                 level = more[0]
-            elif plan["micro_batch"] == AUTO and size > 1:
+            elif plan.level_of(Number.SAMPLES) == AUTO and size > 1:
                 size //= 2
             else:
                 return
@@ -353,8 +354,8 @@ class Stages:
             (self._ask_of(measured), measured),
             self._samples(plan),
             self._request.budget,
-            blocks=self._blocks if plan["checkpointing"] == AUTO else 0,
-            splits=plan["micro_batch"] == AUTO,
+            blocks=self._blocks if plan.blocks == AUTO else 0,
+            splits=plan.level_of(Number.SAMPLES) == AUTO,
             gradients=self._gradients_of_chunks,
         ):
             if (yield from self._measure(plan.sized(ask.micro_batch, self._level(ask)))):
@@ -378,11 +379,11 @@ class Stages:
     def _search(self, plan: Plan) -> sizes.Solver:
         """Return the search for the numbers that ``plan`` leaves open."""
         facts, blocks = self._trial.facts, None
-        if plan["checkpointing"] == AUTO:
-            if reason := Checkpointing().inapplicable(AUTO, facts):
-                raise Refused(reason, Checkpointing.name)
+        if plan.blocks == AUTO:
+            if reason := BLOCKS.inapplicable(AUTO, facts):
+                raise Refused(reason, BLOCKS.name)
             blocks = self._blocks
-        splits = plan["micro_batch"] == AUTO
+        splits = plan.level_of(Number.SAMPLES) == AUTO
         return sizes.solve(
             self._samples(plan),
             self._request.budget,
@@ -393,8 +394,7 @@ class Stages:
 
     def _samples(self, plan: Plan) -> int:
         """Return the most samples in a chunk under ``plan``."""
-        size = plan["micro_batch"]
-        return plan.samples(self._trial.facts.batch or 1) if size in (AS_IS, AUTO) else int(size)
+        return plan.chunk or plan.samples(self._trial.facts.batch or 1)
 
     @property
     def _gradients_of_chunks(self) -> int:
@@ -438,7 +438,7 @@ class Stages:
             self._probes[plan] = measurement
             self._note(plan, measurement)
             return measurement
-        short = replace(short, checkpointing=plan["checkpointing"])
+        short = replace(short, checkpointing=plan.blocks)
         self.shortage = leaner_shortage(self.shortage, short)
         self._trial.short(short)
         return None

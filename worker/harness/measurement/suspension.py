@@ -10,6 +10,7 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
+from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import AS_IS
 from autofit.worker.harness.measurement.probe import NotProbed, Prober, Rest, Shortage
 from autofit.worker.harness.patching.observers import inside
@@ -88,22 +89,21 @@ class Suspension:
         Raises ``Shortage`` if memory runs out, ``Refused`` if the plan does not run here, and
         ``NotProbed`` if it shows in whole steps only.
         """
-        compiled, size = self._clock.seconds(), plan["micro_batch"]
+        compiled = self._clock.seconds()
         samples = plan.samples(self._prober.samples)
         try:
             with self._session.phases.within(PROBE):
                 try:
                     self._apply(plan)
-                    chunk = samples if size == AS_IS else min(samples, int(size))
+                    chunk = min(samples, plan.chunk or samples)
                     measured = self._prober.measure(plan, chunk, rest)
                 finally:  # torch's counter restarts with the end of the plan
                     taken = self._clock.seconds() - compiled
                     self._session.phases.compiled(compiled + taken)
         except Shortage as shortage:
             found, room = shortage.found, self._session.meter.available()
-            number = None if size == AS_IS else int(size)
             shortage.found = replace(
-                found, micro_batch=number, steps=self._session.steps, room=room
+                found, micro_batch=plan.chunk, steps=self._session.steps, room=room
             )
             raise
         except (Refused, NotProbed):
@@ -123,7 +123,7 @@ class Suspension:
             if reason := strategy.inapplicable(level, self._session.facts):
                 raise Refused(reason, strategy.name)
         self._root.take_back()
-        self._root.apply(plan.replace(micro_batch=AS_IS))
+        self._root.apply(plan.with_number(Number.SAMPLES, AS_IS))
         if self._root.acts_beyond_calls:
             raise NotProbed("the plan acts outside the model's calls")
         self.plan = plan
@@ -138,7 +138,6 @@ class Suspension:
         blamed = error_source.blamed(error.__traceback__, plan)
         free_frames(error)
         self._root.take_back()
-        size = plan["micro_batch"]
-        if size != AS_IS and not self._prober.runs_apart(int(size)):
-            return Refused(NOT_APART, "micro_batch")
+        if plan.chunk is not None and not self._prober.runs_apart(plan.chunk):
+            return Refused(NOT_APART, SPLIT)
         return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)

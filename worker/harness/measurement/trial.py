@@ -156,7 +156,7 @@ class Trial(Session):
     @property
     def checkpointing(self) -> str | None:
         """The level of ``checkpointing`` in the present window."""
-        return self._current.plan["checkpointing"] if self._current is not None else None
+        return self._current.plan.blocks if self._current is not None else None
 
     def start(self) -> None:
         """Attach to torch; pause a prepared process before it starts CUDA."""
@@ -461,7 +461,7 @@ class Trial(Session):
         # A real run continues an evaluation in parts, so such a shortage does not count.
         in_parts = found.phase == evaluation.PHASE and (found.micro_batch or 0) > 1
         if self._current is not None and self._current.shortage is None and not in_parts:
-            found = replace(found, checkpointing=self._current.plan["checkpointing"])
+            found = replace(found, checkpointing=self._current.plan.blocks)
             self._current.end_short(found)
             self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 

@@ -10,8 +10,7 @@ from functools import reduce
 from autofit.exceptions import Refused
 from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS
-from autofit.strategies.checkpointing import more_blocks
+from autofit.strategies.support.block_levels import more_blocks
 from autofit.units import format_size
 from autofit.worker.harness.parent.agreement import Figures
 from autofit.worker.meter import Meter, Peak
@@ -117,7 +116,7 @@ class Window:
             losses=tuple(step.loss for step in self.counted),
             compile_seconds=max(each.compiled for each in ranks),
             rank_peaks=tuple(each.peak.device for each in ranks) if len(ranks) > 1 else (),
-            checkpointing=self.plan["checkpointing"],
+            checkpointing=self.plan.blocks,
         )
 
     @property
@@ -153,15 +152,14 @@ class Window:
     @property
     def size(self) -> int | None:
         """The samples in a chunk; ``None`` where the batch is not split."""
-        size = self.plan["micro_batch"]
-        return None if size == AS_IS else int(size)
+        return self.plan.chunk
 
     def leaner(
         self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
     ) -> list[tuple[Plan, Measurement]]:
         """Return the measurements of ``plan`` that need less memory than this, the fastest last."""
         own = [pair for pair in measured if pair[0].is_point_of(plan)]
-        leaner = [pair for pair in own if pair[1].leaner(self.size, self.plan["checkpointing"])]
+        leaner = [pair for pair in own if pair[1].leaner(self.size, self.plan.blocks)]
         return sorted(leaner, key=lambda pair: pair[1].seconds, reverse=True)
 
     def figures(self, peak: Peak, compiled: float, refused: int) -> Figures:
@@ -189,7 +187,7 @@ class Window:
         if excess > 0:
             message = f"{format_size(excess)} more on the device than the budget"
             asked = excess
-        elif self.pressed and self.plan["micro_batch"] != AS_IS and measurement.micro_batch > 1:
+        elif self.pressed and self.plan.splits and measurement.micro_batch > 1:
             lost = format_size(measurement.peak_reserved - measurement.peak_allocated)
             message = f"{PRESSED}; {lost} is reserved by PyTorch but unallocated"
         if not message:

@@ -104,8 +104,8 @@ class Seams:
         """The present backward pass retains its graph, or serves only some inputs."""
         self.unit_node: object = None
         """The node of the loss that the present backward pass begins at, with the gradient one."""
-        self.stepping = 0
-        """Number of optimizers whose parameters step inside backward."""
+        self.stepping: list[str | None] = []
+        """For each optimizer whose parameters step inside backward, the strategy that lets them."""
         self.parts_follow = False
         """The present gradients belong to a chunk of the batch that is not the last one."""
         self.delayed_calls: weakref.WeakSet[DelayedCall] = weakref.WeakSet()

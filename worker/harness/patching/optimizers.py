@@ -23,11 +23,11 @@ from autofit.strategies.base import (
     Aside,
     Context,
     OptimizerHandle,
+    Shards,
     Stepper,
     Strategy,
     Undo,
     View,
-    WeightShards,
 )
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.patching.step_in_backward import Release
@@ -36,7 +36,7 @@ from autofit.worker.harness.torch_state.undo import take_back
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
 
-Shard = Callable[[OptimizerHandle, WeightShards | None], Undo]
+Shard = Callable[[OptimizerHandle, Shards | None], Undo]
 """Shards the state of an optimizer over ranks, ``(handle, weights)``."""
 
 
@@ -86,6 +86,8 @@ class HarnessOptimizer:
         self._alone = alone
         self._shard = shard
         self._release: Release | None = None
+        self._changing: str | None = None
+        """The strategy whose hook changes the optimizer."""
         self._plan = Plan()
         self._changes: Changes = ()
         self._steppers: list[Stepper] = []
@@ -188,7 +190,7 @@ class HarnessOptimizer:
         """
         if self._alone:
             raise Refused("steps inside backward need the whole process: use `autofit run`")
-        release = self._release = Release(self, self._owner.seams, aside)
+        release = self._release = Release(self, self._owner.seams, aside, self._changing)
 
         def undo() -> None:
             release.stop()
@@ -219,7 +221,7 @@ class HarnessOptimizer:
         """Pickle and copy the optimizer inside ``context``."""
         return self._in_pickles(self._contexts, context)
 
-    def shard_state(self, weights: WeightShards | None = None) -> Undo:
+    def shard_state(self, weights: Shards | None = None) -> Undo:
         """Keep on each rank only the state of the parameters that it steps, or of their parts."""
         if self._shard is None:
             raise Refused("there is one process, which keeps the whole state")
@@ -251,6 +253,7 @@ class HarnessOptimizer:
         return {**found, "state": defaultdict(dict, state)}
 
     def _change(self, strategy: Strategy, level: str) -> None:
+        self._changing = strategy.name
         try:
             undo = strategy.on_optimizer(level, self)
         except Refused as refusal:

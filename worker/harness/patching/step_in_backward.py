@@ -24,7 +24,6 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Aside
 from autofit.worker.harness.patching.observers import Seams
 
-STRATEGY = "gradient_release"
 READ = "the script reads the gradients between its backward and its step: it clips or logs them"
 AGAIN = "a second gradient comes before the optimizer's step"
 TOGETHER = 32 << 20
@@ -49,8 +48,11 @@ class SteppedOptimizer(Protocol):
 class Release:
     """The steps in backward of one optimizer, until ``stop``."""
 
-    def __init__(self, handle: SteppedOptimizer, seams: Seams, aside: Aside | None) -> None:
-        self._handle = handle
+    def __init__(
+        self, handle: SteppedOptimizer, seams: Seams, aside: Aside | None, strategy: str | None
+    ) -> None:
+        """``strategy``: the name of the one that asks for it, to which a refusal is due."""
+        self._handle, self._strategy = handle, strategy
         self._seams = seams
         self._aside = aside
         self._hooks: list[RemovableHandle] = []
@@ -70,7 +72,7 @@ class Release:
         """True while this class reads gradients itself."""
         self._look_again()
         self._undo_listening = seams.gradient_reads.listen(self._read)
-        seams.stepping += 1
+        seams.stepping.append(strategy)
         self._end = weakref.finalize(handle.optimizer, self._stop)
 
     def stop(self) -> None:
@@ -78,7 +80,7 @@ class Release:
         self._end()
 
     def _stop(self) -> None:
-        self._seams.stepping -= 1
+        self._seams.stepping.remove(self._strategy)
         self._undo_listening()
         self._forget()
 
@@ -89,11 +91,11 @@ class Release:
         with self._by_us():
             if self._stepped:
                 if not _alike(self._settings, _settings(optimizer)):
-                    raise Refused(RATES, STRATEGY)
+                    raise Refused(RATES, self._strategy)
                 if any(
                     p.grad is not None for p in _parameters(optimizer) if id(p) in self._stepped
                 ):
-                    raise Refused(AGAIN, STRATEGY)
+                    raise Refused(AGAIN, self._strategy)
             if self._aside is not None:  # the last chunk may not use every parameter
                 for parameter in _parameters(optimizer):
                     self._aside.bring(parameter)
@@ -122,9 +124,9 @@ class Release:
     def _arrived(self, parameter: torch.Tensor) -> None:
         """Use the new gradient of ``parameter``. Runs in backward, maybe in another thread."""
         if torch.is_grad_enabled():
-            raise Refused("the script differentiates gradients (create_graph)", STRATEGY)
+            raise Refused("the script differentiates gradients (create_graph)", self._strategy)
         if id(parameter) in self._stepped:
-            raise Refused(AGAIN, STRATEGY)
+            raise Refused(AGAIN, self._strategy)
         with self._by_us():
             if self._seams.parts_follow:
                 if self._aside is not None:
@@ -154,7 +156,7 @@ class Release:
 
     def _read(self, parameter: nn.Parameter) -> None:
         if self._stepped and not self._ours and id(parameter) in self._groups:
-            raise Refused(READ, STRATEGY)
+            raise Refused(READ, self._strategy)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

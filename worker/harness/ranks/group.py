@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from autofit.exceptions import Refused, WorkerError
-from autofit.strategies.base import WeightShards
+from autofit.strategies import RANKS, SHARDING
+from autofit.strategies.base import Shards
 from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import LOOPBACK, Meeting
 
@@ -188,14 +189,14 @@ _of_one: list[RankGroup] = []
 """The group of this process alone, once it exists."""
 
 
-def sharing(group: RankGroup | None, shards: WeightShards) -> RankGroup:
+def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
     """Return the ranks that share the weights: ``group``, or this process alone."""
     if group is not None:
         return group
     if not shards.on_host:
         raise Refused("there is one process, which keeps the whole weights")
     if not _of_one and dist.is_initialized():
-        raise Refused(OWN_GROUP, "sharding")
+        raise Refused(OWN_GROUP, SHARDING)
     return RankGroup.of_one(accelerator.device())
 
 
@@ -261,7 +262,7 @@ def _hide() -> None:
         setattr(dist, name, _hidden(getattr(dist, name), answer))
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise Refused(OWN_GROUP, "ranks")
+        raise Refused(OWN_GROUP, RANKS)
 
     dist.init_process_group = refuse
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from autofit.exceptions import Refused
+from autofit.strategies import RANKS
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.torch_state.modules import is_out
@@ -90,7 +91,7 @@ def same_arguments(
     said = group.meet(f"a call of {name}", (_own(group, told), own))
     first: list[Any] = said[0][0]
     if len(first) != len(batch.leaves):
-        raise Refused("the ranks call the model with other arguments", "ranks")
+        raise Refused("the ranks call the model with other arguments", RANKS)
     if compare and all(_alike(each, said[0][1]) for _, each in said):
         return batch, True
     leaves = []
@@ -133,7 +134,7 @@ def _described(leaf: Any) -> tuple[str, Any]:
 def _memory_for(leaf: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return new memory for rank 0's argument, on the device of this rank's."""
     if not isinstance(leaf, torch.Tensor):
-        raise Refused("the ranks call the model with other arguments", "ranks")
+        raise Refused("the ranks call the model with other arguments", RANKS)
     return torch.empty(shape, dtype=dtype, device=leaf.device)
 
 
@@ -177,11 +178,11 @@ class LabelCheck:
         own = [None if each is None else _digest(each) for each in cotangents]
         said = self._group.meet("a backward pass", (planned, own))
         if len({each for each, _ in said}) > 1:
-            raise Refused(OTHER_PARAMETERS, "ranks")
+            raise Refused(OTHER_PARAMETERS, RANKS)
         self._planned = planned
         for column in zip(*(each for _, each in said), strict=True):
             if any(_differ(each, column[0]) for each in column):
-                raise Refused(OTHER_LABELS, "ranks")
+                raise Refused(OTHER_LABELS, RANKS)
 
 
 def _digest(tensor: torch.Tensor) -> tuple[float, float]:

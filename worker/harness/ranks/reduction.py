@@ -21,6 +21,7 @@ from weakref import ref
 import torch
 
 from autofit.exceptions import Refused
+from autofit.strategies import RANKS
 from autofit.worker.harness.ranks.group import RankGroup
 
 BUCKET = 1 << 25
@@ -132,7 +133,7 @@ class Reduction:
             "the sum of gradients", (self._missing, rest, self._sparse, order)
         )
         if any(sparse for _, _, sparse, _ in said):
-            raise Refused(SPARSE, "ranks")
+            raise Refused(SPARSE, RANKS)
         nowhere = set(self._missing).intersection(*(missing for missing, _, _, _ in said))
         late = sorted(set().union(*(found for _, found, _, _ in said)))
         tensors = [*(self._parameters[i] for i in late), *others]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autofit.exceptions import Refused
+from autofit.strategies import SHARDING
 
-STRATEGY = "sharding"
 STALE = "the script keeps a parameter in a variable from before the weights were sharded"
 
 
@@ -22,7 +22,7 @@ class StaleParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
         """Raise ``Refused``, because its values are old."""
-        raise Refused(STALE, STRATEGY)
+        raise Refused(STALE, SHARDING)
 
 
 def replace_parameters(new: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -96,4 +96,4 @@ def _replace(holder: Any, replaced: Mapping[int, tuple[Any, Any]]) -> None:
     ):
         _replace(vars(holder), replaced)
     else:
-        raise Refused(f"a {type(holder).__name__} of the script holds a parameter", STRATEGY)
+        raise Refused(f"a {type(holder).__name__} of the script holds a parameter", SHARDING)

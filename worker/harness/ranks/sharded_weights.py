@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
-from autofit.strategies.base import Forward, Undo, WeightShards, Wrapper
+from autofit.strategies import SHARDING
+from autofit.strategies.base import Forward, Shards, Undo, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
@@ -40,7 +41,7 @@ from autofit.worker.harness.ranks.shared_call import (
     SharedCall,
     refuse_unknown_tensors,
 )
-from autofit.worker.harness.ranks.whole_tensors import STRATEGY, WholeTensors
+from autofit.worker.harness.ranks.whole_tensors import WholeTensors
 from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.modules import hooks_of_script, is_paged
 from autofit.worker.harness.torch_state.pytree import flatten
@@ -70,7 +71,7 @@ class Owner(Protocol):
 class ShardedWeights:
     """The sharded weights of one root. They stay sharded for the life of the process."""
 
-    def __init__(self, owner: Owner, whole: WholeTensors, shards: WeightShards) -> None:
+    def __init__(self, owner: Owner, whole: WholeTensors, shards: Shards) -> None:
         self._owner = owner
         self._whole = whole
         self._shards = shards
@@ -117,7 +118,7 @@ class ShardedWeights:
         """Run a training call: divided by ``layout``, or whole on every rank."""
         self._whole.check()
         if shared.seams.compiles_functions:
-            raise Refused(COMPILED, STRATEGY)
+            raise Refused(COMPILED, SHARDING)
         pages = paged_parameters(shared.seams)
         if not self.active:
             self._shard(self._owner.module, pages)
@@ -249,9 +250,9 @@ class ShardedWeights:
         now = list(self._owner.module.parameters())
         known = [each() for each in self._parameters]
         if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
-            raise Refused(OTHER_PARAMETERS, STRATEGY)
+            raise Refused(OTHER_PARAMETERS, SHARDING)
         if any(map(hooks_of_script, now)):
-            raise Refused(HOOKS, STRATEGY)
+            raise Refused(HOOKS, SHARDING)
 
     # --- sharding --------------------------------------------------------------------------
 
@@ -352,7 +353,7 @@ class ShardedCall(SharedCall):
         found = super()._forward()
         group = self._root.group
         if len(set(group.meet(f"the blocks of {self._root.name}", self._weights.called()))) > 1:
-            raise Refused(OTHER_WAY, STRATEGY)
+            raise Refused(OTHER_WAY, SHARDING)
         return found
 
 
@@ -479,9 +480,9 @@ def _refuse_what_is_not_sharded(module: nn.Module) -> None:
     }
     for reason, holds in reasons.items():
         if any(holds(each) for each in parameters):
-            raise Refused(reason, STRATEGY)
+            raise Refused(reason, SHARDING)
     if len({each.dtype for each in parameters}) > 1:
-        raise Refused("the model's parameters have different types", STRATEGY)
+        raise Refused("the model's parameters have different types", SHARDING)
     embeddings = (e for e in module.modules() if isinstance(e, nn.Embedding | nn.EmbeddingBag))
     if any(each.sparse for each in embeddings):
-        raise Refused("an embedding has sparse gradients, which are not sharded", STRATEGY)
+        raise Refused("an embedding has sparse gradients, which are not sharded", SHARDING)

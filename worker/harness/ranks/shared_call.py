@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import AutofitError, Refused
+from autofit.strategies import RANKS, SPLIT
 from autofit.strategies.base import Deferred, Forward, Undo
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, joined
@@ -193,7 +194,7 @@ class DividedCalls:
         alike = len(set(said)) == 1
         lacking = next((why for each, why in said if each is None), None)
         if lacking is None and not alike:
-            raise Refused("the ranks have found different ways to divide a call", "ranks")
+            raise Refused("the ranks have found different ways to divide a call", RANKS)
         self._agreed = said[0] if alike else None
         return (layout, "") if lacking is None else (None, lacking)
 
@@ -302,7 +303,7 @@ class SharedCall:
             communicates = self._root.statistics is not None or self._root.sharded is not None
             alone = not (communicates or self._layout.updates)
             plain = classify(error).kind is Kind.NOT_OOM and not isinstance(error, AutofitError)
-            refused = isinstance(error, Refused) and error.strategy == "micro_batch"
+            refused = isinstance(error, Refused) and error.strategy == SPLIT
             if self._root.owner.strict or not (alone and (plain or refused)):
                 raise
             own = str(error)
@@ -476,7 +477,7 @@ def refuse_unknown_tensors(outputs: Iterable[Any], known: Iterable[torch.Tensor]
     """Raise ``Refused`` if a tensor that is not ``known`` would get a part of its gradient."""
     names = {id(each) for each in known}
     if any(each.numel() and id(each) not in names for each in differentiated(outputs)):
-        raise Refused(UNKNOWN_LEAF, "ranks")
+        raise Refused(UNKNOWN_LEAF, RANKS)
 
 
 class _Bridge(torch.autograd.Function):
@@ -493,5 +494,5 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of the parameters and of the arguments."""
         if torch.is_grad_enabled():
-            raise Refused(CREATE_GRAPH, "ranks")
+            raise Refused(CREATE_GRAPH, RANKS)
         return (None, *ctx.call.backward(cotangents))

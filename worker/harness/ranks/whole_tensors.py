@@ -23,11 +23,11 @@ from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit.exceptions import Refused
+from autofit.strategies import SHARDING
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.paged_parameters import paged_parameters
 
-STRATEGY = "sharding"
 ATTRIBUTES_OF_PLACE = frozenset({"device", "is_cuda", "is_cpu"})
 """Attributes of a tensor that tell where it is, which may be the host."""
 ATTRIBUTES_OF_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
@@ -217,7 +217,7 @@ class WholeTensors:
         """Raise ``Refused`` if the script has changed a view of a whole tensor in place."""
         views = [(view, version) for ref, version in self._views if (view := ref()) is not None]
         if any(tensor._version != version for tensor, version in (*self._last, *views)):
-            raise Refused(PART_CHANGED, STRATEGY)
+            raise Refused(PART_CHANGED, SHARDING)
         self._views = [(weakref.ref(tensor), version) for tensor, version in (*self._last, *views)]
         self._last = []
 
@@ -235,12 +235,12 @@ class WholeTensors:
             if name in ("__deepcopy__", "__reduce_ex__"):
                 return self._copied(name, *args)
             if self._in_model and torch.is_grad_enabled():
-                raise Refused("a part of the model uses the weights of another part", STRATEGY)
+                raise Refused("a part of the model uses the weights of another part", SHARDING)
             if self._seams.inside:
                 return func(*args, **kwargs)
             self.check()
             if name in OF_MEMORY:
-                raise Refused(f"the script calls {name} for a parameter", STRATEGY)
+                raise Refused(f"the script calls {name} for a parameter", SHARDING)
             if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
                 return self._in_place(func, name, args, kwargs)
             return self._computed(func, args, kwargs)
@@ -263,7 +263,7 @@ class WholeTensors:
     def _set_data(self, tensor: DTensor, value: torch.Tensor) -> None:
         """Store the values that the script gives a parameter, as ``Module.to`` does."""
         if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
-            raise Refused("the script changes the type of a parameter", STRATEGY)
+            raise Refused("the script changes the type of a parameter", SHARDING)
         with torch.no_grad():
             tensor._local_tensor.copy_(self.part(value, tensor)._local_tensor)
         self._last.append((value, value._version))  # in one process they share memory from now on
@@ -271,7 +271,7 @@ class WholeTensors:
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function of the whole values."""
         if any(isinstance(each, DTensor) for each in tree_leaves(kwargs.get("out"))):
-            raise Refused("the script stores a result in a parameter (out=)", STRATEGY)
+            raise Refused("the script stores a result in a parameter (out=)", SHARDING)
         known: dict[int, torch.Tensor] = {}
         args, kwargs = self._replaced((args, kwargs), known)
         result = func(*args, **kwargs)
@@ -292,7 +292,7 @@ class WholeTensors:
         by_parts = all(isinstance(each, DTensor) or not each.dim() for each in leaves)
         if isinstance(target, list | tuple):
             if not by_parts:
-                raise Refused(f"the script calls {name} for parameters and others", STRATEGY)
+                raise Refused(f"the script calls {name} for parameters and others", SHARDING)
             return func(*args, **kwargs)
         followed = torch.is_grad_enabled() and target.is_leaf and target.requires_grad
         fails = followed and func is getattr(torch.Tensor, name, None)

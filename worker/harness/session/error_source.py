@@ -13,7 +13,7 @@ from autofit.worker import harness
 STRATEGIES = strategies.__name__
 """Name of the package of the strategies."""
 SPLIT = f"{harness.__name__}.batch.chunked_root"
-"""The module that splits the batch: the code of ``micro_batch`` outside that package."""
+"""The module that splits the batch: the code of that technique outside the package."""
 
 
 def fault_of(error: BaseException, plan: Plan) -> Refused | None:
@@ -33,7 +33,7 @@ def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
     found = None
     for name in _names(traceback):
         if name == SPLIT:
-            found = "micro_batch" if "micro_batch" in homes else found
+            found = strategies.SPLIT if strategies.SPLIT in homes else found
             continue
         found = next((each for each, home in homes.items() if _is_within(name, home)), found)
     return found

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
-from autofit.strategies import AS_IS
-from autofit.strategies.checkpointing import more_blocks
+from autofit.strategies import Number
+from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
@@ -146,12 +146,12 @@ class RealRun(Session):
         if self._open_graphs > 1 or self._has_peers:
             return []
         now, peak = self.plan, self._peaks[self.index]
-        level = now["checkpointing"]
+        level = now.blocks
         return [
             n
             for n in self._left
-            if more_blocks(self._plans[n]["checkpointing"], level)
-            and self._plans[n].replace(checkpointing=level) == now
+            if more_blocks(self._plans[n].blocks, level)
+            and self._plans[n].with_number(Number.BLOCKS, level) == now
             and self._peaks[n] < LEANER * peak
         ]
 
@@ -233,7 +233,7 @@ class RealRun(Session):
     @property
     def _spread(self) -> bool:
         """Whether several ranks train, or the plan shards the weights of one."""
-        return self._group is not None or self.plan["sharding"] != AS_IS
+        return self._group is not None or self.plan.shards is not None
 
     def _follows(self, index: int) -> bool:
         return self._plans[index].follows(self._plans[0].fixed)

@@ -17,18 +17,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
+from autofit.strategies import SPLIT, Number, counting
 from autofit.strategies.base import (
     AS_IS,
     Forward,
     Load,
     Reader,
+    Shards,
     Undo,
     Weights,
-    WeightShards,
     Wrapper,
 )
-from autofit.strategies.checkpointing import Checkpointing
-from autofit.strategies.precision import Precision
+from autofit.strategies.support.block_levels import ALL
 from autofit.worker.harness.batch import ddp
 from autofit.worker.harness.batch.chunked_root import ChunkedRoot, OnShortage
 from autofit.worker.harness.batch.evaluation import Evaluation
@@ -62,7 +62,7 @@ from autofit.worker.oom.frames import free_frames
 if TYPE_CHECKING:
     from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
 
-CHECKPOINTING = Checkpointing()
+BLOCKS = counting(Number.BLOCKS)
 
 
 class HarnessRoot:
@@ -293,11 +293,11 @@ class HarnessRoot:
 
         Applying the plan anew would convert weights again, which takes time and memory.
         """
-        size = plan["micro_batch"]
-        same = self._plan.replace(micro_batch=size) == plan and plan.unsized == plan
-        if self._chunked is None or not same or size == AS_IS:
+        level, size = plan.level_of(Number.SAMPLES), plan.chunk
+        same = self._plan.with_number(Number.SAMPLES, level) == plan and plan.unsized == plan
+        if self._chunked is None or not same or size is None:
             return False
-        self._chunked.resize(int(size))
+        self._chunked.resize(size)
         self._plan = plan
         return True
 
@@ -410,7 +410,7 @@ class HarnessRoot:
     def _in_one_piece(self, reason: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a call of a split root that cannot be split; rescue it if this session rescues."""
         if self._shared is not None and self._shared.runs_slice:
-            raise Refused(reason, "micro_batch")  # all ranks must do so
+            raise Refused(reason, SPLIT)  # all ranks must do so
         self._policy.tell_whole(reason)
         if self._policy.standby is None:
             return forward(*args, **kwargs)
@@ -463,7 +463,7 @@ class HarnessRoot:
         root._shared = DividedCalls(root, self._seams, self._shared.group, statistics)
         return root._shared
 
-    def shard_weights(self, shards: WeightShards) -> Undo:
+    def shard_weights(self, shards: Shards) -> Undo:
         """Shard the weights over the ranks that ``share`` divides the calls among."""
         from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
         from autofit.worker.harness.ranks.whole_tensors import whole_tensors
@@ -551,7 +551,7 @@ class HarnessRoot:
         try:
             layout = self._layouts.of(batch, gradients=gradients)
         except Refused as refusal:
-            raise type(refusal)(str(refusal), "micro_batch") from refusal
+            raise type(refusal)(str(refusal), SPLIT) from refusal
         if layout.draws and self._facts is not None and not self._facts.dropout:
             self._facts = replace(self._facts, dropout=True)
         return layout
@@ -661,22 +661,22 @@ class HarnessRoot:
         would then draw other random numbers than the check has fixed.
         """
         here = Facts(roots=(self._facts,)) if self._facts is not None else Facts()
-        reason = CHECKPOINTING.inapplicable("all", here)
+        reason = BLOCKS.inapplicable(ALL, here)
         drops = any(root.dropout for root in here.roots)
-        can = reason is None and not drops and self._plan[CHECKPOINTING.name] == AS_IS
+        can = reason is None and not drops and self._plan.blocks == AS_IS
         return self._checkpointed if can else None
 
     @property
     def _in_bf16(self) -> Callable[[], AbstractContextManager[object]] | None:
         """Makes a context in which the model runs in bf16; ``None`` unless the plan uses bf16."""
-        if self._plan[Precision.name] != "bf16":
+        if self._plan.autocast != "bfloat16":
             return None
         devices = {parameter.device.type for parameter in self.module.parameters()}
         return partial(torch.autocast, devices.pop(), dtype=torch.bfloat16)
 
     @contextmanager
     def _checkpointed(self) -> Iterator[None]:
-        undo = CHECKPOINTING.on_root("all", self)
+        undo = BLOCKS.on_root(ALL, self)
         try:
             yield
         finally:

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autofit.facts import RootFacts
-from autofit.strategies.checkpointing import has_own_switch, run_again
 from autofit.strategies.inspection import tf32
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.convolutions import convolutions
 from autofit.strategies.inspection.heads import classes
+from autofit.strategies.inspection.own_checkpointing import has_own_switch, run_again
 from autofit.strategies.inspection.tokens import padded
 from autofit.strategies.weights.split_float32 import type_of
 from autofit.worker.harness.torch_state.compile_state import is_compiled

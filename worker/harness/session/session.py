@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies.base import OptimizerHandle, Undo, WeightShards
-from autofit.strategies.weights.while_made import device_capacity
+from autofit.strategies import SPLIT
+from autofit.strategies.base import OptimizerHandle, Shards, Undo
+from autofit.strategies.support.device import device_capacity
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
 from autofit.worker.harness.batch.own_gradients import as_tuple, gradients_through_chunks
-from autofit.worker.harness.patching import step_in_backward
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers, changes_of
@@ -242,7 +242,7 @@ class Session:
         """Return the modules of the roots so far."""
         return tuple(root.module for root in self.roots if root.alive)
 
-    def _shard(self, handle: OptimizerHandle, weights: WeightShards | None) -> Undo:
+    def _shard(self, handle: OptimizerHandle, weights: Shards | None) -> Undo:
         """Shard the state of an optimizer over the ranks, beside ``weights`` if these are too."""
         if weights is None:
             if self._states is None:
@@ -324,16 +324,16 @@ class Session:
         if not roots:
             return run()
         if self.seams.stepping:
-            raise Refused(BY_ITSELF, step_in_backward.STRATEGY)
+            raise Refused(BY_ITSELF, self.seams.stepping[0])
         if any(root.weights_sharded or root.reduces for root in roots):
-            raise Refused(BY_ITSELF, "micro_batch")
+            raise Refused(BY_ITSELF, SPLIT)
         return gradients_through_chunks(outputs, inputs, options)
 
     def backward_to(self, inputs: Any) -> None:
         """Refuse a split if the script runs backward for some parameters alone."""
         self.autograd_grad_called()
         if self._split_roots_of(inputs):
-            raise Refused(BY_ITSELF, "micro_batch")
+            raise Refused(BY_ITSELF, SPLIT)
 
     def _split_roots_of(self, inputs: Any) -> list[HarnessRoot]:
         """Return the split or sharded roots with parameters among ``inputs``."""

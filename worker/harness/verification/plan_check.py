@@ -23,7 +23,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from autofit.exceptions import Refused
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
-from autofit.strategies.base import AS_IS, Deferred, Fidelity, Forward, Strategy
+from autofit.strategies import Number
+from autofit.strategies.base import Deferred, Fidelity, Forward, Strategy
+from autofit.strategies.support.block_levels import ALL
 from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.hf_cache import without_cache
@@ -101,7 +103,7 @@ UNREPEATABLE = (
     "the same samples have other gradients at a second time without the plan, as they have where a"
     " forward sets weights"
 )
-CHECKPOINTED = Plan.of({"checkpointing": "all"})
+CHECKPOINTED = Plan().with_number(Number.BLOCKS, ALL)
 """Once verified, it replaces the plain model where that does not fit."""
 
 
@@ -181,7 +183,7 @@ def prove(
         _prove_and_blame, root, plan, Batch.of(args, kwargs), facts, call=(redraws, *adapting)
     )
     with without_dropout(root.module) if redraws else nullcontext():
-        if plan["compile"] == AS_IS and root.facts is not None and root.facts.compiled:
+        if not plan.compiles and root.facts is not None and root.facts.compiled:
             _check_uncompiled(root, check, alone=facts.world_size == 1)
         else:
             check()
@@ -351,7 +353,7 @@ def _in_float64(
     Compiled code hides its operations from the modes that widen them. A model whose forward
     communicates would wait for ranks that do not run this.
     """
-    if applied["compile"] != AS_IS or _communicates(root.module):
+    if applied.compiles or _communicates(root.module):
         return None
     size, fewest = _size(batch), _fewest_samples(root)
     whole = bool(size and pointing(batch, _layout(batch)))
@@ -706,9 +708,9 @@ def _samples(batch: Batch, most: int) -> Batch:
 def _chunk(plan: Plan, batch: Batch) -> int:
     """Return the samples in a chunk when all chunks have one size."""
     size = _size(batch)
-    if not size or plan["micro_batch"] == AS_IS:
+    if not size or plan.chunk is None:
         return size
-    first, last = equal_cuts(size, int(plan["micro_batch"]))[-1]
+    first, last = equal_cuts(size, plan.chunk)[-1]
     return last - first
 
 
