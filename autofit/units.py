@@ -29,7 +29,8 @@ def parse_size(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(match["unit"].lower()) if match else None
-    size = int(float(match["number"]) * factor) if match and factor else 0
+    number = float(match["number"]) * factor if match and factor else 0.0
+    size = int(number) if number < math.inf else 0
     if size < 1 or (match and not match["unit"] and size < PLAIN):
         raise UsageError(
             f"not a size: {text!r}; write a number with a unit such as 24GiB, 800MiB or 16GB"

@@ -32,6 +32,7 @@ from autofit.storage.searches import (
     SearchRecord,
     SearchState,
     Submission,
+    TokenRecord,
 )
 from autofit.storage.url import default_url
 
@@ -69,6 +70,7 @@ __all__ = [
     "StudyKey",
     "StudyRecord",
     "Submission",
+    "TokenRecord",
     "TrialRecord",
     "default_url",
     "script_path",

@@ -26,12 +26,17 @@ class Accounts:
         with self._store.writing() as session:
             row = account(session, user)
             row.gpus, row.priority = limits.gpus, limits.priority
+            row.queued, row.upload_bytes = limits.queued, limits.upload_bytes
 
     def limits(self, user: str) -> Limits:
         """Return what a user may have."""
         with self._store.reading() as session:
             row = session.get(Account, user)
-            return Limits() if row is None else Limits(gpus=row.gpus, priority=row.priority)
+            if row is None:
+                return Limits()
+            given = {"queued": row.queued, "upload_bytes": row.upload_bytes}
+            kept = {name: value for name, value in given.items() if value is not None}
+            return Limits(gpus=row.gpus, priority=row.priority, **kept)
 
     def uid(self, user: str) -> int:
         """Return the uid of a user's scripts; the first call chooses one that no other user has."""
@@ -44,10 +49,8 @@ class Accounts:
 
     def note(self, user: str, action: str, target: str, address: str = "") -> None:
         """Add a line to the audit trail."""
-        row = Audit(user=user, action=action, target=target, address=address)
-        row.created = datetime.now(UTC)
         with self._store.writing() as session:
-            session.add(row)
+            audit(session, user, action, target, address)
 
     def trail(self, user: str | None = None, *, most: int = 100) -> tuple[AuditRecord, ...]:
         """Return the newest lines of the audit trail, of one user or of all, the newest first."""
@@ -56,6 +59,13 @@ class Accounts:
             query = query.filter_by(user=user)
         with self._store.reading() as session:
             return tuple(map(Audit.record, session.scalars(query)))
+
+
+def audit(session: Session, user: str, action: str, target: str, address: str) -> None:
+    """Add a line to the audit trail, together with what it tells of."""
+    row = Audit(user=user, action=action, target=target, address=address)
+    row.created = datetime.now(UTC)
+    session.add(row)
 
 
 def account(session: Session, user: str) -> Account:

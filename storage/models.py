@@ -46,6 +46,7 @@ from autofit.storage.searches import (
     SearchRecord,
     SearchState,
     Submission,
+    TokenRecord,
 )
 from autofit.worker.records.phases import Seconds
 from autofit.worker.records.traces import Trace
@@ -310,6 +311,7 @@ class Search(Held, Base):
         Index("ix_search_study_id", "study_id"),
         Index("ix_search_runner", "runner"),
         Index("ix_search_upload", "upload", "state"),
+        Index("ix_search_key", "user", "key", unique=True),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -326,6 +328,8 @@ class Search(Held, Base):
     """The digest of its uploaded folder; no foreign key, because uploads are deleted first."""
     runner: Mapped[str | None] = mapped_column(String(32))
     """The actor that took it up last."""
+    key: Mapped[str | None] = mapped_column(String(64))
+    """The client's name of the submission, which it may send again; null if it gave none."""
     waits_for: Mapped[str | None] = mapped_column(Text)
     cancelled: Mapped[datetime | None]
     attempts: Mapped[int]
@@ -365,10 +369,13 @@ class Upload(Base):
     """An uploaded working directory, as a compressed archive."""
 
     __tablename__ = "upload"
-    __table_args__ = (Index("ix_upload_created", "created"),)
+    __table_args__ = (Index("ix_upload_created", "created"), Index("ix_upload_user", "user"))
 
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
     content: Mapped[bytes] = mapped_column(LargeBinary)
+    user: Mapped[str | None] = mapped_column(String(64))
+    """Who sent it last: it counts as that user's. Null for one of an earlier version."""
+    size: Mapped[int] = mapped_column(Bytes, server_default="0")
     created: Mapped[datetime]
 
 
@@ -382,6 +389,12 @@ class Token(Base):
     user: Mapped[str] = mapped_column(String(64))
     digest: Mapped[str] = mapped_column(String(64))
     created: Mapped[datetime]
+    expires: Mapped[datetime | None]
+    """From when on it is refused; null for never."""
+
+    def record(self) -> TokenRecord:
+        """Return the record."""
+        return self.read(TokenRecord)
 
 
 class Account(Base):
@@ -395,6 +408,10 @@ class Account(Base):
     """GPUs that the user's searches may hold at a time; null for any number."""
     priority: Mapped[int]
     """The highest priority of the user's searches."""
+    queued: Mapped[int | None]
+    """Searches of the user that may wait at a time; null for the default."""
+    upload_bytes: Mapped[int | None] = mapped_column(Bytes)
+    """Bytes of the user's uploaded folders; null for the default."""
     uid: Mapped[int | None]
     """The uid of the user's scripts; null before the first of them has run under it."""
     gpu_seconds: Mapped[float]

@@ -11,21 +11,24 @@ from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
-from autofit.storage.accounts import account
+from autofit.storage.accounts import account, audit
 from autofit.storage.models import Account, Notice, Search, Token, Trial, Upload
 from autofit.storage.owner import Owner
 from autofit.storage.searches import (
     ACTIVE,
     ENDED,
     Counts,
+    Limits,
     NoticeRecord,
     Outcome,
     SearchRecord,
     SearchState,
     Submission,
+    TokenRecord,
 )
 from autofit.storage.store import Store, give_to, live_owner
 from autofit.storage.turns import Reasons, next_numbers
+from autofit.units import format_size
 from autofit.worker.records.trials import Verdict
 
 MOST_ATTEMPTS = 5
@@ -34,6 +37,10 @@ MOST_ATTEMPTS = 5
 
 class NoSuchSearch(UsageError):
     """There is no search with this number, or it is another user's."""
+
+
+class OverQuota(UsageError):
+    """A user has as much in the service already as is allowed."""
 
 
 class Queue:
@@ -57,13 +64,31 @@ class Queue:
         gpus: int = 1,
         priority: int = 0,
         deadline: datetime | None = None,
+        key: str | None = None,
+        limits: Limits | None = None,
+        address: str = "",
     ) -> SearchRecord:
-        """Add a search to the queue.
+        """Add a search to the queue, and a line to the audit trail.
 
-        ``gpus``: GPUs that it needs, 1 also on the CPU; ``deadline``: when it has to have ended.
+        ``gpus``: GPUs that it needs, 1 also on the CPU; ``deadline``: when it has to have ended;
+        ``key``: the client's name of this submission: if the user's search with this key exists, it
+        is returned. ``limits``: what the user may have; ``address``: the client's. Raises
+        ``OverQuota`` if too many searches of the user wait, and ``UsageError`` if the submission's
+        upload is not stored.
         """
         with self._store.writing() as session:
+            if key is not None:
+                again = session.scalar(select(Search).filter_by(user=user, key=key))
+                if again is not None:
+                    return Reasons(session).record(again)
+            if limits is not None:
+                _check_queued(session, user, limits)
+                if submission.upload is not None and not _has_upload(session, submission.upload):
+                    raise UsageError(
+                        f"there is no upload {submission.upload}: send the folder again"
+                    )
             row = Search(
+                key=key,
                 user=user,
                 state=SearchState.QUEUED,
                 submission=submission,
@@ -77,6 +102,7 @@ class Queue:
             )
             session.add(row)
             session.flush()
+            audit(session, user, "submit", f"search {row.id}", address)
             return Reasons(session).record(row)
 
     def search(self, number: int, user: str | None = None) -> SearchRecord:
@@ -94,17 +120,31 @@ class Queue:
         with self._store.reading() as session:
             return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
-    def active(self) -> tuple[SearchRecord, ...]:
-        """Return the searches of all users that wait, start or run, the oldest first."""
+    def running(self) -> tuple[SearchRecord, ...]:
+        """Return the searches of all users that run, the oldest first."""
+        query = select(Search).where(Search.state == SearchState.RUNNING).order_by(Search.id)
+        with self._store.reading() as session:
+            return tuple(row.record() for row in session.scalars(query))
+
+    def active(self, most: int | None = None) -> tuple[SearchRecord, ...]:
+        """Return the searches of all users that start, run or wait, the oldest first.
+
+        ``most``: so many at most; those that wait are left out first.
+        """
         states = (SearchState.QUEUED, *ACTIVE)
-        query = select(Search).where(Search.state.in_(states)).order_by(Search.id)
+        query = select(Search).where(Search.state.in_(states))
+        query = query.order_by(Search.state == SearchState.QUEUED, Search.id).limit(most)
         with self._store.reading() as session:
             return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
-    def cancel(self, number: int, user: str) -> SearchRecord:
-        """End a queued search; ask the actor of a running one to end it."""
+    def cancel(self, number: int, user: str, address: str = "") -> SearchRecord:
+        """End a queued search; ask the actor of a running one to end it.
+
+        ``address``: the client's, for the audit trail.
+        """
         with self._store.writing() as session:
             row = _row(session, number, user)
+            audit(session, user, "cancel", f"search {number}", address)
             if row.state == SearchState.QUEUED:
                 _end(session, row, SearchState.CANCELLED)
             elif row.state in ENDED:
@@ -112,10 +152,18 @@ class Queue:
             row.cancelled = row.cancelled or _now()
             return row.record()
 
-    def resume(self, number: int, user: str) -> SearchRecord:
-        """Queue a failed or cancelled search again; it goes on from its finished trials."""
+    def resume(
+        self, number: int, user: str, address: str = "", limits: Limits | None = None
+    ) -> SearchRecord:
+        """Queue a failed or cancelled search again; it goes on from its finished trials.
+
+        ``address`` and ``limits`` as for ``submit``.
+        """
         with self._store.writing() as session:
             row = _row(session, number, user)
+            if limits is not None:
+                _check_queued(session, user, limits)
+            audit(session, user, "resume", f"search {number}", address)
             if row.state not in (SearchState.FAILED, SearchState.CANCELLED):
                 raise UsageError(
                     f"search {number} is {row.state}: only a failed or cancelled one can be resumed"
@@ -137,11 +185,16 @@ class Queue:
             trials = {str(each): _count(session, Trial.verdict == each) for each in Verdict}
             phases = Counter(filter(None, session.scalars(short)))
             used = session.execute(select(Account.user, Account.gpu_seconds)).all()
+            queued = select(func.min(Search.created)).where(Search.state == SearchState.QUEUED)
+            held = select(func.sum(Search.gpus)).where(Search.state == SearchState.RUNNING)
+            oldest, gpus = session.scalar(queued), session.scalar(held)
         return Counts(
             searches=searches,
             trials=trials,
             out_of_memory=phases,
             gpu_seconds={user: seconds for user, seconds in used},
+            oldest=oldest,
+            held=gpus or 0,
         )
 
     # --- for actors ---------------------------------------------------------------------------
@@ -190,6 +243,44 @@ class Queue:
             row = _row(session, search.id)
             _end(session, row, SearchState.FINISHED if outcome is None else SearchState.FAILED)
             row.outcome = outcome
+
+    def needs(self, search: SearchRecord, gpus: int) -> bool:
+        """Store the GPUs that a starting search needs by its launch line.
+
+        Returns whether it may go on. If its user would hold more GPUs than allowed, it goes back
+        into the queue, or fails if it could never start.
+        """
+        with self._store.writing() as session:
+            row = _row(session, search.id)
+            row.gpus = gpus
+            quota = account(session, row.user).gpus
+            if quota is None:
+                return True
+            if gpus > quota:
+                raise UsageError(
+                    f"the launch line needs {gpus} GPUs, and {row.user} may hold {quota}"
+                )
+            others = select(func.coalesce(func.sum(Search.gpus), 0)).where(
+                Search.user == row.user, Search.state.in_(ACTIVE), Search.id != row.id
+            )
+            if (session.scalar(others) or 0) + gpus <= quota:
+                return True
+            row.state, row.attempts = SearchState.QUEUED, row.attempts - 1
+            return False
+
+    def progress(self, search: SearchRecord) -> None:
+        """Store that a trial of a search has ended: processes lost before no longer count."""
+        self._set(search, attempts=1)
+
+    def fail_next(self, host: str, reason: str) -> int | None:
+        """End the next queued search, which no actor takes up; return its number."""
+        with self._store.writing() as session:
+            number: int | None = session.scalar(next_numbers(host).limit(1))
+            if number is not None:
+                row = _row(session, number)
+                _end(session, row, SearchState.FAILED)
+                row.outcome = Outcome(kind="WorkerError", message=reason)
+            return number
 
     def stop(self, search: SearchRecord) -> None:
         """End a search of the calling process because its user has cancelled it."""
@@ -263,14 +354,34 @@ class Queue:
 
     # --- uploads ------------------------------------------------------------------------------
 
-    def add_upload(self, digest: str, content: bytes) -> None:
-        """Store an archive; one that is stored already counts as new."""
+    def add_upload(
+        self,
+        digest: str,
+        content: bytes,
+        user: str = "",
+        *,
+        limits: Limits | None = None,
+        address: str = "",
+    ) -> None:
+        """Store an archive of a user; one that is stored already counts as new.
+
+        ``limits``: what the user may have; ``address``: the client's, for the audit trail. Raises
+        ``OverQuota`` if the user's archives would be too large together.
+        """
         with self._store.writing() as session:
+            audit(session, user, "upload", digest, address)
+            others = select(func.sum(Upload.size)).where(
+                Upload.user == user, Upload.digest != digest
+            )
+            if limits is not None:
+                _check_bytes((session.scalar(others) or 0) + len(content), limits)
             if _has_upload(session, digest):
-                again = update(Upload).where(Upload.digest == digest).values(created=_now())
-                session.execute(again)
+                again = update(Upload).where(Upload.digest == digest)
+                session.execute(again.values(created=_now(), user=user))
             else:
-                session.add(Upload(digest=digest, content=content, created=_now()))
+                row = Upload(digest=digest, content=content, created=_now())
+                row.user, row.size = user, len(content)
+                session.add(row)
 
     def delete_uploads(self, before: datetime) -> int:
         """Delete the archives that were neither sent nor used since ``before``; return how many.
@@ -304,18 +415,40 @@ class Queue:
 
     # --- tokens -------------------------------------------------------------------------------
 
-    def add_token(self, user: str, digest: str) -> None:
-        """Store the digest of a user's new token."""
+    def add_token(self, user: str, digest: str, expires: datetime | None = None) -> None:
+        """Store the digest of a user's new token; ``expires``: from when on it is refused."""
         with self._store.writing() as session:
-            session.add(Token(user=user, digest=digest, created=_now()))
+            session.add(Token(user=user, digest=digest, created=_now(), expires=expires))
+
+    def tokens(self) -> tuple[TokenRecord, ...]:
+        """Return all tokens, also those that are refused now, by user."""
+        query = select(Token).order_by(Token.user, Token.id)
+        with self._store.reading() as session:
+            return tuple(row.record() for row in session.scalars(query))
+
+    def revoke(self, user: str, number: int | None = None) -> int:
+        """Refuse a user's tokens from now on, or the one with this number; return how many.
+
+        Their rows stay: a service without any token would be open to everybody.
+        """
+        late = or_(Token.expires.is_(None), Token.expires > _now())
+        query = select(Token).where(Token.user == user, late)
+        if number is not None:
+            query = query.where(Token.id == number)
+        with self._store.writing() as session:
+            found = session.scalars(query).all()
+            for row in found:
+                row.expires = _now()
+        return len(found)
 
     def user_of(self, digest: str) -> str | None:
-        """Return the user with this digest of a token; ``None`` if there is none."""
+        """Return the user with this digest of a token; ``None`` if there is none or it is over."""
+        late = or_(Token.expires.is_(None), Token.expires > _now())
         with self._store.reading() as session:
-            return session.scalar(select(Token.user).filter_by(digest=digest))
+            return session.scalar(select(Token.user).where(Token.digest == digest, late))
 
     def users(self) -> tuple[str, ...]:
-        """Return the names of the users that have a token."""
+        """Return the names of the users that have, or had, a token."""
         with self._store.reading() as session:
             return tuple(session.scalars(select(Token.user).distinct().order_by(Token.user)))
 
@@ -329,6 +462,23 @@ def _row(session: Session, number: int, user: str | None = None) -> Search:
     if row is None or (user is not None and row.user != user):
         raise NoSuchSearch(f"there is no search {number}")
     return row
+
+
+def _check_queued(session: Session, user: str, limits: Limits) -> None:
+    """Raise ``OverQuota`` if no more searches of a user may wait."""
+    waiting = _count(session, (Search.user == user) & (Search.state == SearchState.QUEUED))
+    if waiting >= limits.queued:
+        raise OverQuota(
+            f"{waiting} searches of {user} wait already, as many as may: cancel one, or try later"
+        )
+
+
+def _check_bytes(size: int, limits: Limits) -> None:
+    if size > limits.upload_bytes:
+        raise OverQuota(
+            f"your folders would be {format_size(size)}, and you may have"
+            f" {format_size(limits.upload_bytes)}: use --shared, or wait until old ones are deleted"
+        )
 
 
 def _count(session: Session, condition: ColumnElement[bool]) -> int:

@@ -116,6 +116,22 @@ class Limits:
     """GPUs that the user's searches may hold at a time; ``None`` for any number."""
     priority: int = 0
     """The highest priority of the user's searches."""
+    queued: int = 200
+    """Searches of the user that may wait at a time."""
+    upload_bytes: int = 2 << 30
+    """Bytes of the user's uploaded folders that are kept at a time, compressed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecord:
+    """A token of a user; the token itself is not stored."""
+
+    id: int
+    user: str
+    created: datetime
+    """In UTC."""
+    expires: datetime | None
+    """From when on it is refused, in UTC; ``None`` for never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +163,10 @@ class Counts:
     """Trials that ran out of memory, by the phase in which they did."""
     gpu_seconds: Mapping[str, float]
     """Seconds for which ended searches held GPUs, times the GPUs, by user."""
+    oldest: datetime | None
+    """When the search was submitted that has waited longest; ``None`` if none waits."""
+    held: int
+    """GPUs that running searches hold; on the CPU, 1 stands for a search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

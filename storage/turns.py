@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import ScalarSelect, Select, exists, func, or_, select
+from sqlalchemy import Row, ScalarSelect, Select, exists, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from autofit.storage.models import Account, Search
@@ -54,7 +54,7 @@ def _held() -> ScalarSelect[int]:
 
 
 class Reasons:
-    """Why searches wait, in one transaction."""
+    """Why searches wait, in one transaction. Each table is read at most once."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -66,23 +66,43 @@ class Reasons:
         return row.record()
 
     @cached_property
-    def _order(self) -> Sequence[int]:
-        return self._session.scalars(next_numbers(None)).all()
+    def _places(self) -> dict[int, int]:
+        """The searches that may start now, each with the number of those before it."""
+        order = self._session.scalars(next_numbers(None))
+        return {number: place for place, number in enumerate(order)}
+
+    @cached_property
+    def _active(self) -> list[Row[tuple[int, str, str, str, int]]]:
+        columns = Search.id, Search.user, Search.state, Search.subject, Search.gpus
+        query = select(*columns).where(Search.state.in_(ACTIVE)).order_by(Search.id.desc())
+        return list(self._session.execute(query))
+
+    @cached_property
+    def _subjects(self) -> dict[str, int]:
+        return {each.subject: each.id for each in self._active}
+
+    @cached_property
+    def _held(self) -> Counter[str]:
+        """GPUs that the active searches of each user hold."""
+        held: Counter[str] = Counter()
+        for each in self._active:
+            held[each.user] += each.gpus
+        return held
+
+    @cached_property
+    def _quotas(self) -> dict[str, int | None]:
+        return {
+            user: gpus for user, gpus in self._session.execute(select(Account.user, Account.gpus))
+        }
 
     def _of(self, row: Search) -> str:
         """Return what a queued search waits for; empty if it starts in a moment."""
-        one = select(Search.id).where(Search.state.in_(ACTIVE)).limit(1)
-        same = self._session.scalar(one.where(Search.subject == row.subject))
-        if same is not None:
+        if (same := self._subjects.get(row.subject)) is not None:
             return f"search {same}, which searches the same script"
-        quota = self._session.scalar(select(Account.gpus).where(Account.user == row.user))
-        mine = select(func.coalesce(func.sum(Search.gpus), 0))
-        mine = mine.where(Search.user == row.user, Search.state.in_(ACTIVE))
-        held = self._session.scalar(mine) or 0
+        quota, held = self._quotas.get(row.user), self._held[row.user]
         if quota is not None and held + row.gpus > quota:
             return f"GPUs of its user, who may hold {quota} and holds {held}"
-        before = self._order.index(row.id) if row.id in self._order else 0
-        if before:
+        if before := self._places.get(row.id, 0):
             return f"its turn: {before} other{'s come' if before > 1 else ' comes'} first"
-        first = self._session.scalar(one.where(Search.state == SearchState.STARTING))
-        return "" if first is None else f"search {first}, which starts before it"
+        starting = [each.id for each in self._active if each.state == SearchState.STARTING]
+        return f"search {starting[-1]}, which starts before it" if starting else ""

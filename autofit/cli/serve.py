@@ -44,6 +44,20 @@ from autofit.cli.out import say, show
     help="Requests that a user may send per second.",
 )
 @click.option(
+    "--max-connections",
+    type=click.IntRange(min=2),
+    default=500,
+    show_default=True,
+    help="Connections at a time; more end those that wait longest without a request.",
+)
+@click.option(
+    "--trusted-proxy",
+    "trusted_proxies",
+    metavar="ADDRESS",
+    multiple=True,
+    help="Believe X-Forwarded-For of this address or network (may be given several times).",
+)
+@click.option(
     "--keep-uploads",
     metavar="DUR",
     callback=types.duration,
@@ -74,6 +88,8 @@ def command(
     tls_key: str | None,
     max_upload: int | None,
     max_requests: float,
+    max_connections: int,
+    trusted_proxies: tuple[str, ...],
     keep_uploads: float | None,
     log_format: str,
     trusted_users: bool,
@@ -101,6 +117,8 @@ def command(
         trusted=trusted_users,
         limit=max_upload or LIMIT,
         rate=max_requests,
+        connections=max_connections,
+        proxies=trusted_proxies,
         keep=keep_uploads or server.KEEP,
         log=log_format,
         certificate=tls_certificate,

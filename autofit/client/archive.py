@@ -5,14 +5,17 @@ An archive is a compressed tar file with regular files alone. The service trusts
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
 import re
+import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from autofit.exceptions import UsageError
 from autofit.units import format_size
@@ -24,7 +27,12 @@ MOST_FILES = 20_000
 """Files of an archive."""
 LONGEST_NAME = 1000
 """Characters in the path of a file."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+DEEPEST = 64
+"""Folders in the path of a file, and the file."""
+_PART = 1 << 20
+"""Bytes that are read at once."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and what Python reads in place of bytes that are no UTF-8."""
 
 
 def pack(folder: Path) -> bytes:
@@ -51,67 +59,91 @@ def pack(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def digest(content: bytes, limit: int = LIMIT) -> str:
+def digest(content: IO[bytes], limit: int = LIMIT) -> str:
     """Return SHA-256 of the names and contents of an archive's files, hexadecimal.
 
     Raises ``UsageError`` for an archive that a service refuses: see ``unpack``.
     """
     found = hashlib.sha256()
-    for name, executable, data in _files(content, limit):
-        found.update(f"{name}\0{executable}\0{len(data)}\0".encode())
-        found.update(data)
+    with _explained():
+        for name, executable, size, data in _files(content, limit):
+            found.update(f"{name}\0{executable}\0{size}\0".encode())
+            while part := data.read(_PART):
+                found.update(part)
     return found.hexdigest()
 
 
-def unpack(content: bytes, folder: Path, limit: int = LIMIT) -> None:
+def unpack(content: IO[bytes], folder: Path, limit: int = LIMIT) -> None:
     """Write the files of an archive into a new folder.
 
     Raises ``UsageError`` for an archive that is no compressed tar file, that holds links, devices,
     names outside the folder, unprintable or repeated names, too many files or too many bytes.
     """
-    folder.mkdir(parents=True)
-    for name, executable, data in _files(content, limit):
-        file = folder / name
-        try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with _explained():
+        for name, executable, _, data in _files(content, limit):
+            file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data)
+            with file.open("wb") as written:
+                shutil.copyfileobj(data, written, _PART)
             file.chmod(0o700 if executable else 0o600)
-        except OSError as error:
-            raise UsageError(f"the archive's file {name!r} cannot be written: {error}") from error
 
 
-def _files(content: bytes, limit: int) -> Iterator[tuple[str, bool, bytes]]:
-    """Yield the name, whether it is executable, and the content of each file of an archive."""
+class _Unpacked(gzip.GzipFile):
+    """The bytes of the tar file. Only headers are read in pieces larger than ``_PART``."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return up to ``size`` bytes; refuse to read a header that is as large."""
+        if size is None or not 0 <= size <= _PART:
+            raise UsageError("the archive has a header that is too long: pack the folder itself")
+        return super().read(size)
+
+
+def _files(content: IO[bytes], limit: int) -> Iterator[tuple[str, bool, int, IO[bytes]]]:
+    """Yield the name, whether it is executable, the size and the content of each file."""
     names: set[str] = set()
-    total = 0
+    total = entries = 0
+    with (
+        _Unpacked(fileobj=content, mode="rb") as unpacked,
+        tarfile.open(fileobj=unpacked, mode="r:") as archive,
+    ):
+        for entry in archive:
+            entries += 1
+            if entries > MOST_FILES:
+                raise UsageError(f"the archive holds more than {MOST_FILES} files and folders")
+            name = _checked(entry)
+            if entry.isdir():
+                continue
+            if name in names:
+                raise UsageError(f"the archive holds {name!r} twice")
+            names.add(name)
+            total += entry.size
+            if total > limit:
+                raise UsageError(too_large(limit))
+            stream = archive.extractfile(entry)
+            assert stream is not None, "it is a regular file"
+            yield name, bool(entry.mode & 0o100), entry.size, stream
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raise ``UsageError`` for what an archive causes that is none, or is made to mislead."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
-            for entry in archive:
-                name = _checked(entry)
-                if entry.isdir():
-                    continue
-                if name in names:
-                    raise UsageError(f"the archive holds {name!r} twice")
-                names.add(name)
-                total += entry.size
-                if total > limit:
-                    raise UsageError(too_large(limit))
-                if len(names) > MOST_FILES:
-                    raise UsageError(f"the archive holds more than {MOST_FILES} files")
-                stream = archive.extractfile(entry)
-                assert stream is not None, "it is a regular file"
-                yield name, bool(entry.mode & 0o100), stream.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        yield
+    except MemoryError:
+        raise UsageError("the archive takes too much memory to read: send less") from None
+    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, RecursionError) as error:
         raise UsageError(f"the upload is no .tar.gz archive: {error}") from error
 
 
 def _checked(entry: tarfile.TarInfo) -> str:
     """Return the path of an entry below the folder; raise ``UsageError`` if it is not allowed."""
     path = PurePosixPath(entry.name)
-    shown = entry.name[:200]
+    shown = entry.name[:200].encode(errors="backslashreplace").decode()
     if path.is_absolute() or ".." in path.parts:
         raise UsageError(f"the archive's {shown!r} is outside the folder: pack the folder itself")
-    if _CONTROL.search(entry.name) or len(entry.name) > LONGEST_NAME or not path.parts:
+    name = entry.name
+    if _CONTROL.search(name) or len(name) > LONGEST_NAME or not 0 < len(path.parts) <= DEEPEST:
         if entry.isdir() and not path.parts:  # the folder itself, as tar writes it
             return "."
         raise UsageError(f"the archive's {shown!r} is no name of a file: rename it")

@@ -24,6 +24,8 @@ ANSWER = 60.0
 TOO_MANY = 429
 """The status of an answer to a client that asks too often."""
 _PAUSE = 1.0
+_RESTARTED = (502, 503, 504)
+"""Answers of a service, or of the proxy before it, that is not ready at the moment."""
 _LOST_ERRORS = (OSError, http.client.HTTPException)
 
 
@@ -89,15 +91,18 @@ class Service:
     def _answer(
         self, method: str, path: str, data: bytes | None = None, kind: str | None = None
     ) -> bytes:
-        """Return the body of the answer; try again while a service is restarted."""
-        deadline = time.monotonic() + (LOST if method == "GET" else 0)
+        """Return the body of the answer; try again while a service or its store is restarted.
+
+        So a request may arrive twice. Those that would count twice carry a key.
+        """
+        deadline = time.monotonic() + LOST
         while True:
             try:
                 with self._open(method, path, data, {"Content-Type": kind} if kind else {}) as s:
                     body: bytes = s.read()
                     return body
             except urllib.error.HTTPError as error:
-                if error.code != TOO_MANY:
+                if _final(error) or time.monotonic() >= deadline:
                     raise _refusal(error) from error
                 time.sleep(float(error.headers.get("Retry-After") or _PAUSE))
             except _LOST_ERRORS as error:
@@ -123,7 +128,7 @@ class Service:
 
 def _final(error: urllib.error.HTTPError) -> bool:
     """Return whether the same request would be refused again."""
-    return error.code < 500 and error.code != TOO_MANY
+    return error.code not in (TOO_MANY, *_RESTARTED)
 
 
 def _refusal(error: urllib.error.HTTPError) -> AutofitError:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def search(
     service = Service(server)
     folder = Path(options.script.cwd).resolve()
     request = {**request_of(options, given), "priority": priority, "deadline": deadline}
+    request["key"] = uuid.uuid4().hex  # the request may be sent again
     if shared:
         request["folder"] = str(folder)
     else:

@@ -4,51 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import tempfile
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from pathlib import Path
-from typing import Annotated, Any
+from pathlib import Path as FilePath
+from typing import IO, Annotated, Any
 
-from fastapi import FastAPI, Header, Query, Request
+from fastapi import FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import (
     HTMLResponse,
     JSONResponse,
     PlainTextResponse,
-    RedirectResponse,
-    Response,
     StreamingResponse,
 )
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from autofit._version import __version__
 from autofit.analysis.ranking import result_of
-from autofit.analysis.result import Result
 from autofit.client import archive, messages
 from autofit.client.search import OF_THE_SERVICE
 from autofit.exceptions import AutofitError, StorageError, UsageError
 from autofit.export import FORMATS, render
 from autofit.report.content import read
 from autofit.report.page import page
-from autofit.service import requests
+from autofit.service import confined, refusals, requests
+from autofit.service.boundary import CONNECTIONS, Boundary, User, address_of
 from autofit.service.gpus import Gpus, GpusAnswer
-from autofit.service.metrics import KIND
-from autofit.service.metrics import metrics as figures_of
+from autofit.service.metrics import KIND, Figures
 from autofit.service.observed import Observed
-from autofit.service.own_uids import rights_of
 from autofit.service.pages import add_pages
-from autofit.service.rates import TooOften
 from autofit.service.runner import name_of_upload
-from autofit.service.users import OtherSite, Unauthorized, Users
-from autofit.service.visitor import User, address_of
-from autofit.storage import Accounts, Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
+from autofit.service.users import Users
+from autofit.storage import Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
 from autofit.storage.convert import to_json
-from autofit.storage.queue import NoSuchSearch
 from autofit.tuning.options import flags
 from autofit.worker.cluster.nodes import Node
 
@@ -58,9 +52,37 @@ SIGN_OF_LIFE = 15.0
 """Seconds after which a stream without events sends a comment."""
 MOST = 100
 """Searches in one answer of the list."""
+MOST_READ = 2
+"""Uploaded folders that are read at a time; each may be in memory once."""
+READS_THE_SCRIPT = "patch"
+"""The export format that changes the script's own text."""
 _OPTIONS = "; ".join(
     f"`{each.name}`: {flag.help}" for each, flag in flags() if each.name not in OF_THE_SERVICE
 )
+
+
+_SURE = 1.0
+"""Seconds for which an answer about the store counts."""
+LARGEST = 2**31 - 1
+"""The largest number of a row that every database takes."""
+
+
+def _readable(text: str) -> str:
+    """Return ``text``; raise ``ValueError`` for what UTF-8 cannot hold, or a database."""
+    text.encode()
+    if "\0" in text:
+        raise ValueError("it contains NUL")
+    return text
+
+
+Word = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_readable)]
+"""A path, an argument, or the value of an option."""
+Words = Annotated[list[Word], Field(max_length=1000)]
+Value = bool | Annotated[int, Field(ge=-(2**53), le=2**53)] | float | Word | Words | None
+"""The value of an option, as people write it."""
+Number = Annotated[int, Path(ge=1, le=LARGEST)]
+"""The number of a search."""
+Before = Annotated[int, Query(ge=1, le=LARGEST)] | None
 
 
 class SearchRequest(BaseModel):
@@ -68,24 +90,33 @@ class SearchRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    script: str | list[str] = Field(
+    script: Word | Words = Field(
         description="The path of the script below its folder, the name of a module, or the words"
         " of a launch line."
     )
-    args: list[str] = Field(default=[], description="Arguments of the script.")
+    args: Words = Field(default=[], description="Arguments of the script.")
     module: bool = Field(default=False, description="Whether `script` is the name of a module.")
-    upload: str | None = Field(default=None, description="The folder, as `/api/uploads` named it.")
-    folder: str | None = Field(
+    upload: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")] | None = Field(
+        default=None, description="The folder, as `/api/uploads` named it."
+    )
+    folder: Word | None = Field(
         default=None, description="The folder on storage that the service shares."
     )
-    options: dict[str, Any] = Field(default={}, description=_OPTIONS)
+    options: Annotated[dict[Word, Value], Field(max_length=100)] = Field(
+        default={}, description=_OPTIONS
+    )
     priority: int = Field(
         default=0,
         ge=-requests.MOST_PRIORITY,
         le=requests.MOST_PRIORITY,
         description="Searches with a higher priority start first.",
     )
-    deadline: str | None = Field(
+    key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = Field(
+        default=None,
+        description="A name of your own for this request. If it is sent again, the search that"
+        " exists already is the answer.",
+    )
+    deadline: Annotated[str, StringConstraints(max_length=40)] | None = Field(
         default=None,
         description="The time, from now, in which the search has to end, such as `2h`. A running"
         " search ends with the best plan so far, a waiting one fails.",
@@ -129,13 +160,14 @@ def make_app(
     users: Users,
     *,
     limit: int = archive.LIMIT,
+    connections: int = CONNECTIONS,
     alive: Callable[[], bool] = lambda: True,
     machines: Callable[[], Iterable[Node]] = tuple,
 ) -> FastAPI:
     """Return the application on a store.
 
-    ``limit``: bytes of an uploaded folder; ``alive``: whether searches can be started;
-    ``machines``: those of the Ray cluster.
+    ``limit``: bytes of an uploaded folder; ``connections``: of all clients; ``alive``: whether
+    searches can be started; ``machines``: those of the Ray cluster.
     """
     app = FastAPI(
         title="autofit",
@@ -144,15 +176,22 @@ def make_app(
         docs_url=None,  # these pages load scripts from other servers
         redoc_url=None,
     )
-    app.add_exception_handler(AutofitError, _refuse)
-    app.add_exception_handler(RequestValidationError, _refuse_request)
-    app.add_exception_handler(HTTPException, _refuse_path)
-    app.add_middleware(Observed)
-    app.state.users = users
+    app.add_exception_handler(AutofitError, refusals.of_error)
+    app.add_exception_handler(RequestValidationError, refusals.of_request)
+    app.add_exception_handler(HTTPException, refusals.of_path)
     queue = Queue(store)
-    _add_routes(app, store, queue, users, limit)
-    _add_figures(app, queue, alive)
     held = Gpus(queue, machines)
+    figures = Figures(store, held, alive)
+    app.add_middleware(Boundary, users=users, limit=limit, connections=connections)
+    app.add_middleware(Observed, seen=figures.seen)
+    app.state.users = users
+    _add_routes(app, store, queue, users, limit)
+    _add_probes(app, queue, alive)
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics(user: User) -> PlainTextResponse:
+        """Return figures for Prometheus, of all users together."""
+        return PlainTextResponse(figures.text(), media_type=KIND)
 
     @app.get("/api/gpus")
     def gpus(user: User) -> GpusAnswer:
@@ -164,60 +203,70 @@ def make_app(
 
 
 def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: int) -> None:
-    accounts = Accounts(store)
+    reading = threading.Semaphore(MOST_READ)
+
+    def store_upload(file: IO[bytes], user: str, address: str) -> str:
+        with reading:
+            file.seek(0)
+            digest = confined.digest(file, limit, users.uid(user))
+            file.seek(0)
+            limits = users.limits(user)
+            queue.add_upload(digest, file.read(), user, limits=limits, address=address)
+        return digest
 
     @app.post("/api/uploads", status_code=201)
     async def upload(request: Request, user: User) -> UploadAnswer:
         """Store a folder: a .tar.gz archive of regular files is the body of the request."""
-        content = await _body(request, limit)
-        digest = await run_in_threadpool(archive.digest, content, limit)
-        await run_in_threadpool(queue.add_upload, digest, content)
-        await run_in_threadpool(accounts.note, user, "upload", digest, address_of(request))
-        return UploadAnswer(upload=digest)
+        with tempfile.TemporaryFile() as file:
+            async for part in request.stream():
+                file.write(part)
+            address = address_of(request)
+            return UploadAnswer(upload=await run_in_threadpool(store_upload, file, user, address))
 
     @app.post("/api/searches", status_code=201)
     def submit(request: SearchRequest, user: User, http: Request) -> SearchAnswer:
         """Put a search into the queue."""
         submission = _submission(request)
         requests.check(submission)
-        if submission.upload is not None and not queue.has_upload(submission.upload):
-            raise UsageError(f"there is no upload {submission.upload}: send the folder again")
-        gpus = requests.gpus(submission)
-        requests.check_limits(user, users.limits(user), gpus, request.priority)
-        deadline = requests.deadline(request.deadline)
+        gpus, limits = requests.gpus(submission), users.limits(user)
+        requests.check_limits(user, limits, gpus, request.priority)
         found = queue.submit(
-            user, submission, gpus=gpus, priority=request.priority, deadline=deadline
+            user,
+            submission,
+            gpus=gpus,
+            priority=request.priority,
+            deadline=requests.deadline(request.deadline),
+            key=request.key,
+            limits=limits,
+            address=address_of(http),
         )
-        accounts.note(user, "submit", f"search {found.id}", address_of(http))
         return _answer(found)
 
     @app.get("/api/searches")
-    def searches(user: User, before: int | None = None) -> list[SearchAnswer]:
+    def searches(user: User, before: Before = None) -> list[SearchAnswer]:
         """List your searches, the newest first; with `before`, those below that number."""
         return [_answer(each) for each in queue.searches(user, before=before, most=MOST)]
 
     @app.get("/api/searches/{number}")
-    def search(number: int, user: User) -> SearchAnswer:
+    def search(number: Number, user: User) -> SearchAnswer:
         """Show a search."""
         return _answer(queue.search(number, user))
 
     @app.post("/api/searches/{number}/cancel")
-    def cancel(number: int, user: User, http: Request) -> SearchAnswer:
+    def cancel(number: Number, user: User, http: Request) -> SearchAnswer:
         """End a search; its finished trials stay."""
-        found = queue.cancel(number, user)
-        accounts.note(user, "cancel", f"search {number}", address_of(http))
-        return _answer(found)
+        return _answer(queue.cancel(number, user, address_of(http)))
 
     @app.post("/api/searches/{number}/resume")
-    def resume(number: int, user: User, http: Request) -> SearchAnswer:
+    def resume(number: Number, user: User, http: Request) -> SearchAnswer:
         """Put a failed or cancelled search into the queue again."""
-        found = queue.resume(number, user)
-        accounts.note(user, "resume", f"search {number}", address_of(http))
-        return _answer(found)
+        return _answer(queue.resume(number, user, address_of(http), users.limits(user)))
 
     @app.get("/api/searches/{number}/events", response_class=StreamingResponse)
     async def events(
-        number: int, user: User, last_event_id: Annotated[int, Header()] = 0
+        number: Number,
+        user: User,
+        last_event_id: Annotated[int, Header(ge=0, le=LARGEST)] = 0,
     ) -> StreamingResponse:
         """Follow a search as server-sent events.
 
@@ -233,9 +282,11 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
 
     @app.get("/api/searches/{number}/plan", response_class=PlainTextResponse)
     def plan(
-        number: int,
+        number: Number,
         user: User,
-        form: Annotated[str, Query(alias="format", description=", ".join(FORMATS))] = "json",
+        form: Annotated[
+            str, Query(alias="format", description=", ".join(FORMATS), max_length=40)
+        ] = "json",
         partial: bool = False,
     ) -> str:
         """Export the best plan, as `autofit best --format` does."""
@@ -245,36 +296,47 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         result = result_of(store, _study(store, record))
         if result is None:
             raise UsageError(f"search {number} has no plan that fits yet")
-        if record.submission.upload is None:
-            with rights_of(users.uid(user)):
-                return render(form, result, partial=partial)
-        return _export(queue, record.submission.upload, result, form, partial, limit)
+        if (digest := record.submission.upload) is not None:
+            script = replace(result.script, cwd=name_of_upload(digest))
+            result = replace(result, script=script)
+        if form != READS_THE_SCRIPT:
+            return render(form, result, partial=partial)
+        uid = users.uid(user)
+        if digest is None:
+            return confined.render(form, result, partial, uid)
+        with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
+            folder = FilePath(scratch, "files")
+            confined.unpack(queue.upload(digest), folder, limit, uid)
+            result = replace(result, script=replace(result.script, cwd=str(folder)))
+            return confined.render(form, result, partial, uid)
 
     @app.get("/api/searches/{number}/report", response_class=HTMLResponse)
-    def report(number: int, user: User) -> str:
+    def report(number: Number, user: User) -> str:
         """Return the report, as `autofit report` writes it."""
         return page(read(store, _study(store, queue.search(number, user))))
 
     @app.get("/api/searches/{number}/study")
-    def study(number: int, user: User) -> JSONResponse:
+    def study(number: Number, user: User) -> JSONResponse:
         """Return the study with its finished trials, for the client's own store."""
         found = _study(store, queue.search(number, user))
         return JSONResponse(to_json(messages.copy_of(store, found)))
 
 
-def _add_figures(app: FastAPI, queue: Queue, alive: Callable[[], bool]) -> None:
+def _add_probes(app: FastAPI, queue: Queue, alive: Callable[[], bool]) -> None:
     @app.get("/healthz")
-    def healthz() -> JSONResponse:
-        """Say whether the store answers and searches can be started; it needs no token."""
-        queue.active()
-        if not alive():
-            return JSONResponse({"error": "the thread that starts searches has ended"}, 503)
-        return JSONResponse({"status": "ok"})
+    async def healthz() -> dict[str, str]:
+        """Say that the service runs: only a restart helps if there is no answer. Needs no token."""
+        return {"status": "ok"}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
-    def metrics(user: User) -> PlainTextResponse:
-        """Return figures for Prometheus, of all users together."""
-        return PlainTextResponse(figures_of(queue), media_type=KIND)
+    ready = Ready(queue, alive)
+
+    @app.get("/readyz", responses={503: {}})
+    def readyz() -> JSONResponse:
+        """Say whether the store answers and searches can be started. It needs no token."""
+        missing = ready.missing()
+        return JSONResponse(
+            {"error": missing} if missing else {"status": "ok"}, 503 if missing else 200
+        )
 
 
 def _submission(request: SearchRequest) -> Submission:
@@ -316,28 +378,30 @@ def _study(store: Store, record: SearchRecord) -> StudyRecord:
     return store.study(record.study)
 
 
-def _export(queue: Queue, upload: str, result: Result, form: str, partial: bool, limit: int) -> str:
-    """Return the plan of an uploaded script in a format; its patch needs the file."""
-    with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
-        folder = name_of_upload(upload)
-        if form == "patch":
-            folder = str(Path(scratch, "files"))
-            archive.unpack(queue.upload(upload), Path(folder), limit)
-        return render(
-            form, replace(result, script=replace(result.script, cwd=folder)), partial=partial
-        )
+class Ready:
+    """Whether the service can do its work; asked often, it asks the store once a second."""
 
+    def __init__(self, queue: Queue, alive: Callable[[], bool]) -> None:
+        self._queue = queue
+        self._alive = alive
+        self._lock = threading.Lock()
+        self._store = ""
+        self._until = 0.0
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Return the body of a request; refuse one above the limit before it is read to its end."""
-    if int(request.headers.get("Content-Length") or 0) > limit:
-        raise TooLarge(archive.too_large(limit))
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > limit:
-            raise TooLarge(archive.too_large(limit))
-    return bytes(content)
+    def missing(self) -> str:
+        """Return what is missing; empty if nothing is."""
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._store = self._of_store()
+                self._until = time.monotonic() + _SURE
+        return self._store or ("" if self._alive() else "Ray does not answer: it is started again")
+
+    def _of_store(self) -> str:
+        try:
+            self._queue.users()
+        except StorageError:
+            return "the store does not answer"
+        return ""
 
 
 async def _stream(queue: Queue, number: int, last: int) -> AsyncIterator[str]:
@@ -367,42 +431,3 @@ async def _stream(queue: Queue, number: int, last: int) -> AsyncIterator[str]:
 def _event(kind: str, content: Any, number: int | None = None) -> str:
     head = "" if number is None else f"id: {number}\n"
     return f"{head}event: {kind}\ndata: {json.dumps(content, default=str)}\n\n"
-
-
-class TooLarge(UsageError):
-    """An upload is above the limit."""
-
-
-def _refuse(request: Request, error: Exception) -> Response:
-    """Answer one of our errors: its message in one line. A browser is asked for its token."""
-    page = not request.url.path.startswith("/api") and "html" in request.headers.get("Accept", "")
-    if isinstance(error, Unauthorized) and page:
-        return RedirectResponse("/login", 303)
-    if isinstance(error, TooOften):
-        wait = {"Retry-After": str(math.ceil(error.seconds))}
-        return JSONResponse({"error": str(error)}, 429, wait)
-    codes: tuple[tuple[type[Exception], int], ...] = (
-        (TooLarge, 413),
-        (Unauthorized, 401),
-        (OtherSite, 403),
-        (NoSuchSearch, 404),
-        (UsageError, 400),
-        (StorageError, 503),
-    )
-    code = next((code for kind, code in codes if isinstance(error, kind)), 500)
-    return JSONResponse({"error": str(error)}, code)
-
-
-def _refuse_request(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request that is not of the documented form: the first thing that is wrong."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(each) for each in first["loc"] if each != "body")
-    return JSONResponse({"error": f"{where}: {first['msg']}; see /openapi.json"}, 422)
-
-
-def _refuse_path(request: Request, error: Exception) -> JSONResponse:
-    """Answer a path or a method that does not exist."""
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}; see /openapi.json"
-    return JSONResponse({"error": text}, error.status_code)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from autofit.storage import Queue, SearchState
+from autofit.storage import Queue
 from autofit.worker.cluster.nodes import Node
 
 
@@ -65,7 +65,6 @@ class Gpus:
         ]
         holders = [
             Holder(user=each.user, search=each.id, gpus=each.gpus, since=each.started)
-            for each in self._queue.active()
-            if each.state is SearchState.RUNNING
+            for each in self._queue.running()
         ]
         return GpusAnswer(machines=machines, holders=holders)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -15,6 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOG = logging.getLogger("autofit.service")
 """The service's logger; a request has the attribute ``fields``."""
+
+
+_EVENTS = b"text/event-stream; charset=utf-8"
 
 
 class JsonLines(logging.Formatter):
@@ -45,18 +48,21 @@ def log_json() -> None:
 class Observed:
     """Middleware around the application."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, seen: Callable[[str, str, int, float], None]) -> None:
+        """``seen`` is called with the route, method, status and seconds of each request."""
         self._app = app
+        self._seen = seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, and note its user, status and duration."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status, stream = time.monotonic(), 500, False
 
         async def forward(message: Message) -> None:
-            nonlocal status
+            nonlocal status, stream
+            stream = stream or (b"content-type", _EVENTS) in message.get("headers", ())
             status = message.get("status", status)
             await send(message)
 
@@ -73,8 +79,12 @@ class Observed:
                     "milliseconds": round(1000 * (time.monotonic() - began), 1),
                 }
                 LOG.info("request", extra={"fields": fields})
+                route = getattr(scope.get("route"), "path", "")
+                if not stream:
+                    method = scope["method"] if route else ""
+                    self._seen(route, method, status, time.monotonic() - began)
                 if span is not None:
-                    route = getattr(scope.get("route"), "path", scope["path"])
+                    route = route or scope["path"]
                     span.update_name(f"{scope['method']} {route}")
                     span.set_attribute("http.response.status_code", status)
 

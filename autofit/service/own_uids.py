@@ -1,18 +1,13 @@
-"""Where the service is root, each user's scripts run under a uid of their own.
-
-What the service itself reads for a user, it reads with that user's rights.
-"""
+"""Where the service is root, each user's scripts run under a uid of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from autofit.storage.accounts import FIRST_UID
@@ -61,24 +56,3 @@ def close_store(url: str) -> None:
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 file.with_name(file.name + suffix).chmod(0o600)
-
-
-@contextlib.contextmanager
-def rights_of(uid: int | None) -> Iterator[None]:
-    """Open files in this thread with the rights of ``uid``; ``None`` changes nothing.
-
-    See setfsuid(2). It holds for the calling thread alone. The groups of the process stay, so a
-    service that is root should have none but its own.
-    """
-    if uid is None:
-        yield
-        return
-    libc = ctypes.CDLL(None)
-    user, group = os.geteuid(), os.getegid()
-    libc.setfsgid(uid)
-    libc.setfsuid(uid)
-    try:
-        yield
-    finally:
-        libc.setfsuid(user)
-        libc.setfsgid(group)

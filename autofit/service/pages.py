@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
+from typing import Annotated
 from urllib.parse import parse_qs
 
 import jinja2
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from autofit.export import FORMATS
 from autofit.printable import printable
+from autofit.service.boundary import COOKIE, User, address_of
 from autofit.service.gpus import Gpus
 from autofit.service.users import Unauthorized, Users
-from autofit.service.visitor import COOKIE, User, address_of
 from autofit.storage import Queue, SearchRecord, SearchState
 from autofit.units import format_duration
 
+MOST = 100
+"""Searches of all users that the first page shows."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "Referrer-Policy": "same-origin",
@@ -31,12 +34,15 @@ def add_pages(app: FastAPI, queue: Queue, gpus: Gpus) -> None:
     """Add the pages to the application."""
 
     @app.get("/", include_in_schema=False)
-    def index(user: User, before: int | None = None) -> HTMLResponse:
-        found, active = queue.searches(user, before=before), queue.active()
+    def index(
+        user: User, before: Annotated[int, Query(ge=1, le=2**31 - 1)] | None = None
+    ) -> HTMLResponse:
+        found, active = queue.searches(user, before=before), queue.active(MOST)
         return _page(
             "index.html",
             user=user,
             searches=[_row(each) for each in found],
+            most=MOST,
             waiting=[_row(each) for each in active if each.state is not SearchState.RUNNING],
             gpus=gpus.look(),
             now=datetime.now(UTC),
@@ -44,7 +50,7 @@ def add_pages(app: FastAPI, queue: Queue, gpus: Gpus) -> None:
         )
 
     @app.get("/searches/{number}", include_in_schema=False)
-    def search(number: int, user: User) -> HTMLResponse:
+    def search(number: Annotated[int, Path(ge=1, le=2**31 - 1)], user: User) -> HTMLResponse:
         record = queue.search(number, user)
         return _page("search.html", user=user, search=_row(record), formats=FORMATS)
 

@@ -16,21 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from autofit.client import archive, messages
-from autofit.client.http import TOKEN
+from autofit.client import messages
 from autofit.exceptions import AutofitError, StorageError, UsageError
-from autofit.service.own_uids import rights_of
-from autofit.service.requests import search_options
+from autofit.service import confined, requests
 from autofit.service.users import Users
 from autofit.storage import Outcome, Owner, Queue, SearchRecord, Store
 from autofit.storage.queue import missed
 from autofit.storage.records import ORIGIN
-from autofit.storage.url import VARIABLE
 from autofit.tuning.controller import search as search_plans
-from autofit.tuning.notices import Notice, StudyStarted
+from autofit.tuning.notices import Notice, StudyStarted, TrialEnded
 from autofit.tuning.options import SearchOptions
 from autofit.worker.cluster.reservation import Reservation, reserve
-from autofit.worker.launch.other_uid import give
+from autofit.worker.launch.other_uid import allowed
 from autofit.worker.launch.reaper import Reaper
 
 NAMESPACE = "autofit"
@@ -44,8 +41,6 @@ GOODBYE = 20.0
 FLUSH = 0.2
 """Seconds for which notices are collected."""
 _FOLDER = "files"
-_OF_THE_SERVICE = (VARIABLE, TOKEN, "PG")
-"""Prefixes of variables with secrets of the service; those of libpq begin with ``PG``."""
 
 
 class Runner:
@@ -70,8 +65,6 @@ class Runner:
             search = queue.claim(Owner.current(), runner)
             if search is not None:
                 uid = Users(store, trusted=not apart).uid(search.user)
-                if uid is not None:
-                    os.setgroups([])  # for ``rights_of``
                 with _Watch(store, queue, search) as watch:
                     _run(store, queue, search, watch, address, limit, uid)
         leave: Any = ray.actor.exit_actor  # it has no types
@@ -91,7 +84,7 @@ def _run(
     outcome: Outcome | None = None
     try:
         with _folder(queue, search, limit, uid) as folder, _Recorder(queue, search) as recorder:
-            _search(store, queue, search, recorder, folder, address, uid)
+            searched = _search(store, queue, search, recorder, folder, address, uid)
         watch.end()
     except KeyboardInterrupt:
         watch.end()
@@ -104,7 +97,8 @@ def _run(
         watch.end()
         queue.finish(search, messages.outcome_of(error))
         raise
-    queue.finish(search, outcome)
+    if outcome is not None or searched:
+        queue.finish(search, outcome)
 
 
 def _search(
@@ -115,10 +109,14 @@ def _search(
     folder: Path,
     address: str,
     uid: int | None,
-) -> None:
-    with rights_of(uid):
-        options = search_options(search.submission, folder, storage=store.url, address=address)
-    reserved = reserve(options.gpus, options.gpus_per_trial or 1, _environment(), uid=uid)
+) -> bool:
+    """Search; return ``False`` if the search waits in the queue again, for more GPUs."""
+    found = confined.understand(search.submission, folder, uid)
+    options = requests.search_options(search.submission, found, storage=store.url, address=address)
+    gpus = requests.needed(options.gpus, options.gpus_per_trial)
+    if gpus != search.gpus and not queue.needs(search, gpus):
+        return False
+    reserved = reserve(options.gpus, options.gpus_per_trial or 1, allowed(os.environ), uid=uid)
     queue.wait(search, reserved.name)
     _await(reserved, search)
     options = _within_deadline(options, search)
@@ -126,16 +124,12 @@ def _search(
     if search.submission.upload is not None:
         os.environ[ORIGIN] = name_of_upload(search.submission.upload)
     search_plans(options, recorder, reserved=reserved)
+    return True
 
 
 def name_of_upload(digest: str) -> str:
     """Return the name of an uploaded folder, in place of its path, by which studies know it."""
     return f"upload:{digest[:16]}"
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of this process without what belongs to the service."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(_OF_THE_SERVICE)}
 
 
 def _await(reserved: Reservation, search: SearchRecord) -> None:
@@ -168,10 +162,7 @@ def _folder(queue: Queue, search: SearchRecord, limit: int, uid: int | None) -> 
     reaper = Reaper(session, scratch, aside=True)
     try:
         folder = scratch / _FOLDER
-        archive.unpack(queue.upload(search.submission.upload), folder, limit)
-        if uid is not None:
-            scratch.chmod(0o711)
-            give(folder, uid)
+        confined.unpack(queue.upload(search.submission.upload), folder, limit, uid)
         yield folder
     finally:
         reaper.finish()
@@ -238,6 +229,8 @@ class _Recorder:
     def __call__(self, notice: Notice) -> None:
         if isinstance(notice, StudyStarted):
             self._queue.belongs_to(self._search, notice.study)
+        if isinstance(notice, TrialEnded):
+            self._queue.progress(self._search)
         with self._lock:
             self._notices.append(messages.notice_to_json(notice))
 

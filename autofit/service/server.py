@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
+import resource
+import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from autofit.client.archive import LIMIT
 from autofit.exceptions import UsageError
 from autofit.storage import Store
-from autofit.worker.cluster import nodes
+from autofit.storage.engine import parse
 from autofit.worker.cluster.detached_ray import DetachedRay
-from autofit.worker.cluster.local_ray import RaySession
 
 KEEP = 7 * 24 * 3600.0
 """Seconds for which an uploaded folder is kept by default."""
+_DESCRIPTORS = 300
+"""Files that the service opens besides connections, and connections that are being accepted."""
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 """Packages of the extra ``serve``."""
 
@@ -41,6 +44,10 @@ class ServiceOptions:
     """Bytes of an uploaded folder."""
     rate: float = 20.0
     """Requests a second of each user."""
+    connections: int = 500
+    """Connections at a time, of all clients together."""
+    proxies: tuple[str, ...] = ()
+    """Addresses or networks of proxies whose ``X-Forwarded-For`` counts."""
     keep: float = KEEP
     """Seconds for which an uploaded folder is kept after its last search has ended."""
     log: str = "text"
@@ -71,53 +78,80 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     import uvicorn
     from uvicorn.config import LOGGING_CONFIG
 
-    from autofit.service import observed, own_uids
+    from autofit.service import boundary, observed, own_uids
     from autofit.service.app import make_app
-    from autofit.service.supervisor import Supervisor
+    from autofit.service.supervisor import Setting, Supervision
     from autofit.service.users import Users
 
     if options.log == "json":
         observed.log_json()
         say = observed.LOG.info
+    _check_descriptors(options.connections)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again at its end
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(options.storage))
         why = "" if options.trusted else own_uids.obstacle(options.address)
         users = Users(store, trusted=options.trusted, obstacle=why, rate=options.rate)
         users.check(options.host)
         if users.apart:
-            os.setgroups([])
             own_uids.close_store(store.url)
         port = stack.enter_context(_bound(options.host, options.port))
-        address = options.address
-        if address is None:
-            own = DetachedRay(store.url)
+        own = DetachedRay(store.url) if options.address is None else None
+        if own is not None:
             own.hold()
-            address, started = own.attach(options.searches)
-            say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
-        stack.enter_context(RaySession(address=address))
-        supervisor = Supervisor(store.url, address, options.limit, users.apart, options.keep, say)
-        supervisor.start()
-        stack.callback(supervisor.stop)
+
+        def start() -> Setting:
+            address = options.address
+            if own is not None:
+                address, started = own.attach(options.searches)
+                say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
+            assert address is not None
+            return Setting(
+                storage=store.url,
+                address=address,
+                limit=options.limit,
+                apart=users.apart,
+                keep=options.keep,
+            )
+
+        supervision = Supervision(own, start, say)
+        supervision.start()
+        stack.callback(supervision.stop)
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(
                     store,
                     users,
                     limit=options.limit,
-                    alive=lambda: supervisor.alive,
-                    machines=lambda: nodes.look().values(),
+                    connections=options.connections,
+                    alive=lambda: supervision.alive,
+                    machines=lambda: supervision.machines,
                 ),
                 log_level="warning",
                 log_config=None if options.log == "json" else LOGGING_CONFIG,
-                timeout_graceful_shutdown=2,
                 ssl_certfile=options.certificate,
                 ssl_keyfile=options.key,
+                **boundary.settings(options.connections, options.proxies),
             )
         )
         host, number = port.getsockname()[:2]
         scheme = "https" if options.certificate else "http"
         say(f"the service answers at {scheme}://{f'[{host}]' if ':' in host else host}:{number}")
         server.run(sockets=[port])
+
+
+def _check_descriptors(connections: int) -> None:
+    """Let this process open so many connections; raise ``UsageError`` if the system forbids it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _DESCRIPTORS
+    if most != resource.RLIM_INFINITY and needed > most:
+        raise UsageError(
+            f"--max-connections {connections}: this process may open {most} files (ulimit -n):"
+            f" give {max(1, most - _DESCRIPTORS)}, or raise the limit"
+        )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def _check_tls(options: ServiceOptions) -> None:
@@ -138,8 +172,8 @@ def _check_tls(options: ServiceOptions) -> None:
 
 def stop(storage: str) -> bool:
     """End the service and its Ray on this machine; return whether anything ran."""
-    with Store(storage) as store:
-        return DetachedRay(store.url).stop()
+    url = parse(storage).render_as_string(hide_password=False)  # the store may be out of reach
+    return DetachedRay(url).stop()
 
 
 def _bound(host: str, port: int) -> socket.socket:

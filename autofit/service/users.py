@@ -7,6 +7,8 @@ import hashlib
 import math
 import re
 import secrets
+from datetime import datetime
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from autofit.exceptions import UsageError
@@ -44,6 +46,8 @@ class Users:
         self._obstacle = obstacle
         self.apart = not (trusted or obstacle)
         """Whether each user's scripts run under a uid of their own."""
+        self.closed = False
+        """Whether a token was seen in the store; since then, every request needs one."""
 
     def check(self, host: str) -> None:
         """Raise ``UsageError`` if the service must not start on this address."""
@@ -65,19 +69,28 @@ class Users:
         if not names:
             self._rates.take(address)
             return getpass.getuser()
+        self.closed = True
         self._check_trust(names)
         kind, _, token = (authorization or "").partition(" ")
-        user = self._queue.user_of(_digest(token.strip())) if kind.lower() == "bearer" else None
+        bearer = bool(token) and kind.lower() == "bearer"
+        user = self._queue.user_of(_digest(token.strip())) if bearer else None
         if user is None:
-            self._rates.take(address)
-            if token:
-                self._accounts.note("", "refused", "a token that is not valid", address)
-            raise Unauthorized(
-                "the request has no valid token: set AUTOFIT_TOKEN, or send the header"
-                " Authorization: Bearer TOKEN"
-            )
+            self.refuse(address, noted=bool(token))
         self._rates.take(f"user {user}")
         return user
+
+    def refuse(self, address: str, *, noted: bool = False) -> NoReturn:
+        """Raise ``Unauthorized`` for a request without a valid token, or ``TooOften``.
+
+        ``noted``: add a line to the audit trail.
+        """
+        self._rates.take(address)
+        if noted:
+            self._accounts.note("", "refused", "a token that is not valid", address)
+        raise Unauthorized(
+            "the request has no valid token: set AUTOFIT_TOKEN, or send the header"
+            " Authorization: Bearer TOKEN"
+        )
 
     def check_site(self, host: str, origin: str | None) -> None:
         """Raise ``OtherSite`` for a request that a page of another site made a browser send.
@@ -85,9 +98,9 @@ class Users:
         ``host`` and ``origin``: headers of the request. Without tokens, a site could also give its
         own name the address of this machine, so only names of loopback are answered.
         """
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             raise OtherSite(f"the request comes from a page of {origin}: open this service instead")
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _host(host)
         if name not in LOOPBACK and not self._queue.users():
             raise OtherSite(
                 f"the service has no tokens, so it answers at {LOOPBACK[0]} only, not at {name!r}:"
@@ -115,16 +128,19 @@ class Users:
             )
 
 
-def create_token(store: Store, user: str, limits: Limits | None = None) -> str:
+def create_token(
+    store: Store, user: str, limits: Limits | None = None, *, expires: datetime | None = None
+) -> str:
     """Return a new token for a user, and store its digest.
 
-    ``limits``: what the user may have from now on; ``None`` leaves that as it is. Raises
+    ``limits``: what the user may have from now on; ``None`` leaves that as it is. ``expires``: from
+    when on the token is refused; ``None`` for never. Raises
     ``UsageError`` for a name that is not made of letters, digits and ``._@-``.
     """
     if not _NAME.fullmatch(user):
         raise UsageError(f"{user!r} is no name of a user: write letters, digits and . _ @ - only")
     token = f"autofit_{secrets.token_urlsafe(32)}"
-    Queue(store).add_token(user, _digest(token))
+    Queue(store).add_token(user, _digest(token), expires)
     accounts = Accounts(store)
     if limits is not None:
         accounts.limit(user, limits)
@@ -132,6 +148,27 @@ def create_token(store: Store, user: str, limits: Limits | None = None) -> str:
     return token
 
 
+def revoke_tokens(store: Store, user: str, number: int | None = None) -> int:
+    """Refuse the tokens of a user from now on, or the one with this number; return how many.
+
+    Raises ``UsageError`` if there is none.
+    """
+    count = Queue(store).revoke(user, number)
+    if not count:
+        raise UsageError(f"{user} has no such token that is still valid: see autofit token list")
+    target = user if number is None else f"{user}, number {number}"
+    Accounts(store).note(getpass.getuser(), "revoke", target)
+    return count
+
+
+def _host(header: str) -> str:
+    """Return the name in the header ``Host``, without its port; empty if it is none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
 def _digest(token: str) -> str:
     """Return SHA-256 of a token. It has 256 random bits, so a slow hash would add nothing."""
-    return hashlib.sha256(token.encode()).hexdigest()
+    return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

@@ -239,7 +239,7 @@ def test_the_container_runs_the_service(deploy: Path) -> None:
     service = found["services"]["autofit"]
     options = parse(shlex.join(service["command"]))
     assert service["ports"] == [f"127.0.0.1:{options['port']}:{options['port']}"]
-    assert f":{options['port']}/healthz" in service["healthcheck"]["test"][-1]
+    assert f":{options['port']}/readyz" in service["healthcheck"]["test"][-1]
     (volume,) = service["volumes"]
     name, _, folder = volume.partition(":")
     assert name in found["volumes"]

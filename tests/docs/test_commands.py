@@ -29,7 +29,7 @@ RUN = sorted({block.page for block in BLOCKS if not block.reason} - set(ON_A_HEA
 LANGUAGES = {"sh", "output", "text", "python", "json", "toml"}
 NOT_RUN = {
     "needs a GPU": 24,
-    "installs packages": 7,
+    "installs packages": 8,
     "needs a cluster": 5,
     "names studies of an example": 2,
     "needs an upload": 1,

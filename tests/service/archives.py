@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 
@@ -13,6 +14,17 @@ def tar(*entries: tarfile.TarInfo, data: bytes = b"") -> bytes:
         for entry in entries:
             entry.size = len(data) if entry.isfile() else 0
             made.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def bomb(kind: bytes, size: int = 1 << 30) -> bytes:
+    """Return a small archive whose first header has ``size`` bytes, all of them zero."""
+    head = entry("p", kind)
+    head.size = size
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=1) as made:
+        made.write(head.tobuf())
+        made.write(bytes(4 << 20))  # a reader that asks for the rest would get to the end
     return buffer.getvalue()
 
 

@@ -72,6 +72,7 @@ OF_RAY = (
     *("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray.util.client.server"),
 )
 """Words in the command lines of Ray's own processes."""
+OF_THE_SERVICE = (" serve ", "autofit.service.supervisor")
 START = 180.0
 """Seconds within which a service has to answer; it takes some ten on an idle machine."""
 
@@ -165,23 +166,29 @@ class LiveService:
 
     def processes(self) -> list[str]:
         """Return the command lines of the processes that the service has started, and its own."""
-        mark = f"TMPDIR={self.environment['TMPDIR']}"
-        found = []
+        return [line for _, line in self._all() if line]
+
+    def found(self, word: str) -> list[psutil.Process]:
+        """Return those of these processes whose command line begins with a path or word of it."""
+        return [each for each, line in self._all() if word in line.partition(" ")[0]]
+
+    def _all(self) -> list[tuple[psutil.Process, str]]:
+        mark, found = self.environment["TMPDIR"], []
         for process in psutil.process_iter():
             try:
-                environment = process.environ()
-                if f"TMPDIR={environment.get('TMPDIR')}" == mark and process.is_running():
-                    found.append(" ".join(process.cmdline()))
+                if process.environ().get("TMPDIR") == mark and process.is_running():
+                    found.append((process, " ".join(process.cmdline())))
             except psutil.Error:
                 continue
-        return [line for line in found if line]
+        return found
 
     def orphans(self) -> list[str]:
         """Return the processes that are neither Ray's nor the service."""
         return [
             line
             for line in self.processes()
-            if " serve " not in line and not any(word in line for word in OF_RAY)
+            if not any(word in line for word in OF_THE_SERVICE)
+            and not any(word in line for word in OF_RAY)
         ]
 
     def stop(self) -> subprocess.CompletedProcess[str]:

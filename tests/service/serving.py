@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from autofit.client.http import Service
+from autofit.service import boundary
 from autofit.service.app import make_app
 from autofit.service.users import Users, create_token
 from autofit.storage import Queue, Store
@@ -44,13 +45,18 @@ class Running:
         obstacle: str = "",
         rate: float = math.inf,
         machines: tuple[Node, ...] = (),
+        connections: int = 100,
+        proxies: tuple[str, ...] = (),
     ) -> Iterator[Running]:
         """Serve a new store in a folder."""
         with Store(str(folder / "service.db")) as store:
             queue = Queue(store)
             users = Users(store, trusted=trusted, obstacle=obstacle, rate=rate)
-            app = make_app(store, users, limit=LIMIT, machines=lambda: machines)
-            config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
+            app = make_app(
+                store, users, limit=LIMIT, connections=connections, machines=lambda: machines
+            )
+            settings = boundary.settings(connections, proxies)
+            config = uvicorn.Config(app, port=0, log_level="error", **settings)
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, daemon=True)
             thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tarfile
 from collections.abc import Callable
@@ -11,9 +12,13 @@ import pytest
 
 from autofit.client import archive
 from autofit.exceptions import UsageError
-from tests.service.archives import entry, tar
+from tests.service.archives import bomb, entry, tar
 
 pytestmark = pytest.mark.quick
+
+
+def digest(content: bytes) -> str:
+    return archive.digest(io.BytesIO(content))
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_unpacked_as_it_was(folder: Path, tmp_path: Path) -> None:
-    archive.unpack(archive.pack(folder), tmp_path / "there")
+    archive.unpack(io.BytesIO(archive.pack(folder)), tmp_path / "there")
     files = {p.relative_to(tmp_path / "there").as_posix() for p in (tmp_path / "there").rglob("*")}
     assert files == {"train.py", "go.sh", "data", "data/é.txt"}
     assert (tmp_path / "there/data/é.txt").read_text() == "1\n"
@@ -49,9 +54,9 @@ def test_equal_folders_have_one_name(folder: Path, tmp_path: Path) -> None:
             made.add(folder / name, name)
     by_hand = (tmp_path / "by_hand.tgz").read_bytes()
     assert by_hand != first
-    names = archive.digest(first), archive.digest(by_hand)
+    names = digest(first), digest(by_hand)
     (folder / "train.py").write_text("pass  # edited\n")
-    assert archive.digest(archive.pack(folder)) not in names
+    assert digest(archive.pack(folder)) not in names
 
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
@@ -67,6 +72,14 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "twice": (lambda: tar(entry("a"), entry("a")), "twice"),
     "too large": (lambda: tar(entry("a"), data=bytes(2 << 20)), "larger than the 1.0 MiB"),
     "too many": (lambda: tar(*(entry(str(n)) for n in range(archive.MOST_FILES + 1))), "more than"),
+    "many folders": (
+        lambda: tar(*[entry("d", tarfile.DIRTYPE)] * (archive.MOST_FILES + 1)),
+        "more than",
+    ),
+    "deep": (lambda: tar(entry("a/" * 100 + "a")), "no name of a file"),
+    "no UTF-8": (lambda: tar(entry("a\udcff.py")), "no name of a file"),
+    "long pax header": (lambda: bomb(b"x"), "a header that is too long"),
+    "long name, 1 GiB": (lambda: bomb(b"L"), "a header that is too long"),
     "no archive": (lambda: b"#!/bin/sh\n", "no .tar.gz archive"),
     "cut off": (lambda: tar(entry("a"), data=os.urandom(9999))[:-5000], "no .tar.gz archive"),
 }
@@ -78,7 +91,7 @@ def test_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     make, why = REFUSED[what]
     content = make()
     with pytest.raises(UsageError, match=why):
-        archive.digest(content, 1 << 20)
+        archive.digest(io.BytesIO(content), 1 << 20)
     with pytest.raises(UsageError, match=why):
-        archive.unpack(content, tmp_path / "there", 1 << 20)
+        archive.unpack(io.BytesIO(content), tmp_path / "there", 1 << 20)
     assert [p.name for p in tmp_path.iterdir() if p.name != "there"] == []

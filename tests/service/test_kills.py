@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 
 import pytest
 
 from autofit.client.http import Service
-from autofit.storage import State, Store
+from autofit.storage import Queue, State, Store
 from tests.service.live import LiveService
 
 KILLS = 10
@@ -76,5 +78,43 @@ def test_nothing_is_lost_when_the_service_is_killed_ten_times() -> None:
         while live.orphans() and time.monotonic() < until:
             time.sleep(0.5)
         assert live.orphans() == []
+        assert live.stop().returncode == 0
+        assert live.processes() == []
+
+
+def runner(live: LiveService, searches: list[int]) -> int | None:
+    """Return the process of a running search."""
+    with Store(live.storage, create=False) as store:
+        running = [each for each in map(Queue(store).search, searches) if each.state == "running"]
+    return running[0].owner.pid if running and running[0].owner else None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_nothing_is_lost_when_a_process_of_ray_or_of_a_search_is_killed() -> None:
+    """The service starts Ray again, and says meanwhile that it is alive but not ready."""
+    with LiveService(searches=2) as live:
+        live.start()
+        service = Service(live.url)
+        searches = [live.submit(service, live.folder(seed)) for seed in range(4)]
+        deadline, draw = time.monotonic() + LIMIT, random.Random(0)
+        for name in ("raylet", "gcs_server", "") * 2:
+            while "running" not in (states := [state(service, each) for each in searches]):
+                assert time.monotonic() < deadline, states
+                if set(states) == {"finished"}:
+                    break
+                time.sleep(0.5)
+            time.sleep(draw.uniform(0.0, 4.0))
+            if name:
+                for process in live.found(name):
+                    process.kill()
+            elif pid := runner(live, searches):
+                os.kill(pid, signal.SIGKILL)
+            assert service.get("/healthz") == {"status": "ok"}
+        while {state(service, each) for each in searches} != {"finished"}:
+            assert time.monotonic() < deadline, [
+                service.get(f"/api/searches/{n}") for n in searches
+            ]
+            time.sleep(0.5)
         assert live.stop().returncode == 0
         assert live.processes() == []

@@ -87,7 +87,7 @@ def test_no_read_scans_a_table_that_grows(tmp_path: Path) -> None:
         for path in (*reads, "/", "/searches/{number}"):
             with queries(running.store) as seen:
                 alice.text(path.replace("{number}", str(done.id)))
-            assert seen, path
+            assert seen or path == "/healthz", path
             for table, statement in scanned(running.store, seen).items():
                 if table not in OF_USERS:
                     scans[path, table] = statement

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import stat
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from autofit.service.users import Users, create_token
 from autofit.storage import Store
 from tests.service.archives import entry, tar
 from tests.service.live import OPTIONS, LiveService
-from tests.uids import OTHER, UID, interpreter, open_to_all, search_path
+from tests.uids import interpreter, search_path
 
 READS = """\
 import sys
@@ -36,22 +35,6 @@ for path in sys.argv[2:]:
 open(sys.argv[1]).read()
 """
 SLOW = "import time\n\ntime.sleep(300)\n"
-
-
-@pytest.mark.quick
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can open files as another user")
-def test_files_are_opened_with_the_rights_of_the_user(tmp_path: Path) -> None:
-    with open_to_all(tmp_path):
-        mine, others = tmp_path / "mine", tmp_path / "others"
-        for file, uid in ((mine, UID), (others, OTHER)):
-            file.write_text("text")
-            file.chmod(0o600)
-            os.chown(file, uid, uid)
-        with own_uids.rights_of(UID):
-            assert mine.read_text() == "text"
-            with pytest.raises(PermissionError):
-                others.read_text()
-        assert others.read_text() == "text"
 
 
 @pytest.mark.quick

@@ -54,6 +54,8 @@ class Setting:
     """Slots that share the cores of the actor's machine, unless the user sets the threads."""
     uid: int | None = None
     """Under which the script runs; ``None`` for the actor's own."""
+    served: bool = False
+    """Whether a service runs the script: then it sees ``other_uid.allowed`` variables alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ class Slot:
         self._scratch = setting.scratch
         if not setting.here:
             self._environment = _remote_environment(setting)
+        if setting.served:
+            self._environment = other_uid.allowed(self._environment)
         if setting.device == "cuda" and (given := _given_gpus()):
             self._environment[VISIBLE] = given
         if setting.beside > 1:

@@ -195,6 +195,7 @@ class ClusterPool(Pool):
             folder=self._script.cwd if apart else None,
             beside=1 if self._gpus > 1 else self._beside[node.id],
             uid=self._reserved.uid if self._reserved else None,
+            served=self._reserved is not None,
         )
         return self._actor({**options, "runtime_env": carried}, setting)
 

@@ -6,6 +6,7 @@ the running Ray there. The folder holds Ray's address and its token, and belongs
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -15,7 +16,10 @@ import signal
 import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.worker.cluster.local_ray import (
@@ -30,6 +34,8 @@ from autofit.worker.cluster.local_ray import (
 )
 from autofit.worker.launch import reaper
 
+_CORE = ("raylet", "gcs_server")
+"""Names of the two processes that make a Ray of one machine."""
 _GOODBYE = 15.0
 """Seconds that the service has to end after SIGTERM."""
 _KILL = 30.0
@@ -48,6 +54,8 @@ class DetachedRay:
         self._session = f"service-{digest[:16]}"
         self.folder = Path(short_folder(), f"autofit-{digest[:8]}")
         self._of_ray = self.folder / OF_RAY
+        self._core: list[psutil.Process] = []
+        """Ray's own two processes, without which nothing runs."""
         self._lock = -1
         """Descriptor of the file that the service of this process holds."""
 
@@ -80,20 +88,26 @@ class DetachedRay:
         del settings[reaper.SESSION]
         os.environ.update(settings)
         address = address_in(self._of_ray)
-        if address and answers(address):
-            return address, False
-        self._kill()
-        self._start(searches)
-        return address_in(self._of_ray), True
+        self._core = self._found_core()
+        started = not (address and len(self._core) == len(_CORE) and answers(address))
+        if started:
+            self._kill()
+            self._start(searches)
+            self._core = self._found_core()
+        return address_in(self._of_ray), started
+
+    def whole(self) -> bool:
+        """Return whether Ray's own processes run that ``attach`` has found."""
+        return all(map(_runs, self._core))
 
     def stop(self) -> bool:
         """End the service, then its Ray with all searches; return whether anything ran.
 
         The searches stay in the store. The next service takes them up.
         """
-        running = self._end_service()
-        killed = self._kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with self._end_service() as running:
+            killed = self._kill()
+            shutil.rmtree(self.folder, ignore_errors=True)
         return running or killed
 
     def _make_folder(self) -> None:
@@ -133,30 +147,45 @@ class DetachedRay:
             raise WorkerError(f"Ray did not start within {START:.0f} s") from None
         check_started(starting)
 
+    def _found_core(self) -> list[psutil.Process]:
+        found = []
+        for pid in reaper.marked(self._session, reaper.processes()):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.name() in _CORE and _runs(process):
+                    found.append(process)
+        return found
+
     def _holder(self) -> str:
         try:
             return (self.folder / "service").read_text() or "?"
         except OSError:
             return "?"
 
-    def _end_service(self) -> bool:
-        """End the process that holds the lock, if there is one; return whether there was."""
+    @contextlib.contextmanager
+    def _end_service(self) -> Iterator[bool]:
+        """End the process that holds the lock, if there is one, and hold it; yield whether it ran.
+
+        So a service that something starts again meanwhile does not start its Ray.
+        """
         try:
             lock = os.open(self.folder / "service", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            return False
+            yield False
+            return
         deadline, told = time.monotonic() + _GOODBYE, False
         try:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return told
+                    break
                 except BlockingIOError:
                     kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
                     if not told or kind is signal.SIGKILL:
                         os.kill(int(self._holder()), kind)
                     told = True
                     time.sleep(0.1)
+            yield told
         finally:
             os.close(lock)
 
@@ -170,3 +199,10 @@ class DetachedRay:
         if reaper.kill_until_gone(ours, _KILL):
             raise WorkerError("some processes of the service's Ray do not end")
         return found
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

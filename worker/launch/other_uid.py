@@ -10,6 +10,7 @@ import dataclasses
 import io
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Mapping
 from enum import Enum
@@ -21,8 +22,17 @@ from autofit.worker.meter import build
 _MODULES = ("autofit.worker.", "autofit.plan", "autofit.facts", "autofit.strategies.")
 """The modules with the classes of events, and of what ranks tell one another."""
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("builtins", "bytearray")}
-_FOREIGN = ("XDG_", "PG", "AUTOFIT_TOKEN", "SSH_", "SUDO_")
-"""Prefixes of variables that are about the service's own user."""
+_ALLOWED = re.compile(
+    r"PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHON[A-Z]*|VIRTUAL_ENV|CONDA_PREFIX"
+    r"|HOME|TMPDIR|USER|LOGNAME|LANG|LANGUAGE|LC_[A-Z]+|TZ|CC|CXX"
+    r"|CUDA_(HOME|PATH|VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING|MODULE_LOADING|CACHE_PATH)"
+    r"|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|TF32_OVERRIDE)|(ROCR|HIP)_VISIBLE_DEVICES"
+    r"|(OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR)_[A-Z_]+|NCCL_[A-Z_]+|GLOO_[A-Z_]+|CUBLAS_[A-Z_]+"
+    r"|PYTORCH_[A-Z_]+|TORCH_[A-Z_]+|TORCHINDUCTOR_[A-Z_]+|TRITON_[A-Z_]+|SSL_CERT_(FILE|DIR)"
+    r"|(HF|TRANSFORMERS)_(HOME|HUB_CACHE|DATASETS_CACHE|HUB_OFFLINE|DATASETS_OFFLINE|OFFLINE)"
+    r"|AUTOFIT_(SESSION|OFFLOAD_DIR)"
+)
+"""Names of the variables that scripts of a service's users get. Anything else may be a secret."""
 
 
 def process_options(uid: int | None) -> dict[str, Any]:
@@ -40,9 +50,19 @@ def environment(base: Mapping[str, str], home: Path, uid: int) -> dict[str, str]
     temporary = home / "tmp"
     temporary.mkdir(parents=True)
     give(home, uid)
-    own = {name: text for name, text in base.items() if not name.startswith(_FOREIGN)}
     name = f"autofit{uid}"  # no file names this uid, and programs ask for a name
-    return {**own, "HOME": str(home), "TMPDIR": str(temporary), "USER": name, "LOGNAME": name}
+    return {
+        **allowed(base),
+        "HOME": str(home),
+        "TMPDIR": str(temporary),
+        "USER": name,
+        "LOGNAME": name,
+    }
+
+
+def allowed(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ``base`` that a script may see whose user is not the service's."""
+    return {name: text for name, text in base.items() if _ALLOWED.fullmatch(name)}
 
 
 def give(folder: Path, uid: int) -> None:

@@ -1,0 +1,78 @@
+"""How the service answers what it refuses: one line, as JSON."""
+
+from __future__ import annotations
+
+import math
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+
+from autofit.exceptions import StorageError, UsageError
+from autofit.service.rates import TooOften
+from autofit.service.users import OtherSite, Unauthorized
+from autofit.storage.queue import NoSuchSearch, OverQuota
+
+_LONGEST = 2000
+"""Characters of a message."""
+
+
+class TooLarge(UsageError):
+    """The body of a request is above the limit."""
+
+
+class TooSlow(UsageError):
+    """The body of a request, or its answer, takes too long."""
+
+
+class Busy(TooSlow):
+    """The answer takes too long, and the client has sent all that it had to."""
+
+
+_CODES: tuple[tuple[type[Exception], int], ...] = (
+    (TooLarge, 413),
+    (Busy, 503),
+    (TooSlow, 408),
+    (TooOften, 429),
+    (Unauthorized, 401),
+    (OtherSite, 403),
+    (OverQuota, 403),
+    (NoSuchSearch, 404),
+    (UsageError, 400),
+    (StorageError, 503),
+)
+
+
+def of_error(request: Request, error: Exception) -> Response:
+    """Return the answer for one of our errors. A browser is asked for its token."""
+    page = not request.url.path.startswith("/api") and "html" in request.headers.get("Accept", "")
+    if isinstance(error, Unauthorized) and page:
+        return RedirectResponse("/login", 303)
+    wait = {"Retry-After": str(math.ceil(error.seconds))} if isinstance(error, TooOften) else {}
+    text = str(error)
+    if isinstance(error, StorageError):  # its message names the address of the database
+        text = "the store does not answer: try again, or ask who runs the service"
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), 500)
+    return _line(text, code, wait)
+
+
+def of_request(request: Request, error: Exception) -> Response:
+    """Return the answer for a request that is not of the documented form: what is wrong first."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(each) for each in first["loc"] if each != "body")
+    return _line(f"{where}: {first['msg']}; see /openapi.json", 422)
+
+
+def of_path(request: Request, error: Exception) -> Response:
+    """Return the answer for a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}; see /openapi.json"
+    return _line(text, error.status_code)
+
+
+def _line(text: str, code: int, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return an answer; a message that quotes a request may hold lone surrogates."""
+    shown = text[:_LONGEST].encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": shown}, code, headers)
