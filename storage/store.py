@@ -147,9 +147,9 @@ class Store:
     ) -> StudyRecord:
         """Return the newest study with this key, or a new one; with ``fresh`` always a new one.
 
-        An existing study gets the given script, hardware, budget in bytes, versions and preference
-        (``StudyRecord.prefer``). This
-        process becomes the study's holder, unless another live process is.
+        This process becomes the study's holder, and an existing study gets the given script,
+        hardware, budget in bytes, versions and preference (``StudyRecord.prefer``). If another live
+        process holds the study, it stays as it is.
         """
         now, me = _now(), Owner.current()
         with self.writing() as session:
@@ -166,13 +166,13 @@ class Store:
                 session.add(study)
             else:
                 study = newest
-            study.script = script
-            study.hardware = hardware
-            study.budget = budget
-            study.versions = dict(versions)
-            study.prefer = prefer
-            study.opened = now
             if live_owner(study, now, other_than=me) is None:
+                study.script = script
+                study.hardware = hardware
+                study.budget = budget
+                study.versions = dict(versions)
+                study.prefer = prefer
+                study.opened = now
                 give_to(study, me, now)
                 self._claimed.add(study.id)
             session.flush()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -54,13 +54,9 @@ def interpreter() -> str | None:
 
 
 @contextmanager
-def open_to_all(folder: Path) -> Iterator[None]:
-    """Let every uid pass through a folder inside this context, and through those above it."""
-    folders = [each for each in (folder, *folder.parents) if each.stat().st_uid == os.geteuid()]
-    modes = {each: stat.S_IMODE(each.stat().st_mode) for each in folders if each.parent != each}
-    modes = {each: mode for each, mode in modes.items() if not mode & stat.S_IXOTH}
-    for each, mode in modes.items():
-        each.chmod(mode | 0o111)
-    yield
-    for each, mode in modes.items():
-        each.chmod(mode)
+def open_folder() -> Iterator[Path]:
+    """Yield a new folder that every uid may pass through; those of pytest are closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        folder.chmod(0o711)
+        yield folder

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -53,7 +55,7 @@ SIGN_OF_LIFE = 15.0
 MOST = 100
 """Searches in one answer of the list."""
 MOST_READ = 2
-"""Uploaded folders that are read at a time; each may be in memory once."""
+"""Files of users that are read at a time; an uploaded folder may be in memory once."""
 READS_THE_SCRIPT = "patch"
 """The export format that changes the script's own text."""
 _OPTIONS = "; ".join(
@@ -203,16 +205,41 @@ def make_app(
 
 
 def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: int) -> None:
-    reading = threading.Semaphore(MOST_READ)
+    reading = asyncio.Semaphore(MOST_READ)
+    own: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @contextlib.asynccontextmanager
+    async def turn(user: str) -> AsyncIterator[None]:
+        """Wait until a file of this user may be read, one at a time; who waits holds no thread."""
+        async with own[user], reading:
+            yield
 
     def store_upload(file: IO[bytes], user: str, address: str) -> str:
-        with reading:
-            file.seek(0)
-            digest = confined.digest(file, limit, users.uid(user))
-            file.seek(0)
-            limits = users.limits(user)
-            queue.add_upload(digest, file.read(), user, limits=limits, address=address)
+        file.seek(0)
+        digest = confined.digest(file, limit, users.uid(user))
+        file.seek(0)
+        limits = users.limits(user)
+        queue.add_upload(digest, file.read(), user, limits=limits, address=address)
         return digest
+
+    def exported(number: int, user: str, form: str, partial: bool) -> str:
+        record = queue.search(number, user)
+        result = result_of(store, _study(store, record))
+        if result is None:
+            raise UsageError(f"search {number} has no plan that fits yet")
+        if (digest := record.submission.upload) is not None:
+            script = replace(result.script, cwd=name_of_upload(digest))
+            result = replace(result, script=script)
+        if form != READS_THE_SCRIPT:
+            return render(form, result, partial=partial)
+        uid = users.uid(user)
+        if digest is None:
+            return confined.render(form, result, partial, uid)
+        with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
+            folder = FilePath(scratch, "files")
+            confined.unpack(queue.upload(digest), folder, limit, uid)
+            result = replace(result, script=replace(result.script, cwd=str(folder)))
+            return confined.render(form, result, partial, uid)
 
     @app.post("/api/uploads", status_code=201)
     async def upload(request: Request, user: User) -> UploadAnswer:
@@ -220,8 +247,9 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         with tempfile.TemporaryFile() as file:
             async for part in request.stream():
                 file.write(part)
-            address = address_of(request)
-            return UploadAnswer(upload=await run_in_threadpool(store_upload, file, user, address))
+            async with turn(user):
+                digest = await run_in_threadpool(store_upload, file, user, address_of(request))
+            return UploadAnswer(upload=digest)
 
     @app.post("/api/searches", status_code=201)
     def submit(request: SearchRequest, user: User, http: Request) -> SearchAnswer:
@@ -281,7 +309,7 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         )
 
     @app.get("/api/searches/{number}/plan", response_class=PlainTextResponse)
-    def plan(
+    async def plan(
         number: Number,
         user: User,
         form: Annotated[
@@ -292,23 +320,9 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         """Export the best plan, as `autofit best --format` does."""
         if form not in FORMATS:
             raise UsageError(f"there is no format {form!r}: formats are {', '.join(FORMATS)}")
-        record = queue.search(number, user)
-        result = result_of(store, _study(store, record))
-        if result is None:
-            raise UsageError(f"search {number} has no plan that fits yet")
-        if (digest := record.submission.upload) is not None:
-            script = replace(result.script, cwd=name_of_upload(digest))
-            result = replace(result, script=script)
-        if form != READS_THE_SCRIPT:
-            return render(form, result, partial=partial)
-        uid = users.uid(user)
-        if digest is None:
-            return confined.render(form, result, partial, uid)
-        with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
-            folder = FilePath(scratch, "files")
-            confined.unpack(queue.upload(digest), folder, limit, uid)
-            result = replace(result, script=replace(result.script, cwd=str(folder)))
-            return confined.render(form, result, partial, uid)
+        alone = turn(user) if form == READS_THE_SCRIPT else contextlib.nullcontext()
+        async with alone:
+            return await run_in_threadpool(exported, number, user, form, partial)
 
     @app.get("/api/searches/{number}/report", response_class=HTMLResponse)
     def report(number: Number, user: User) -> str:

@@ -37,6 +37,8 @@ SCRIPT_BYTES = 4 << 30
 _FILES = 256
 _ANSWER = 8 << 20
 """Bytes of an answer."""
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""The stacks of threads, one for each processor, would count as memory."""
 
 
 def digest(content: IO[bytes], limit: int, uid: int | None) -> str:
@@ -45,7 +47,7 @@ def digest(content: IO[bytes], limit: int, uid: int | None) -> str:
     Every function here raises the ``AutofitError`` of what it calls, and ``UsageError`` if a limit
     ends its process. ``uid``: ``None`` for that of this process.
     """
-    return str(_run("digest", (limit,), uid, memory=ARCHIVE_BYTES, file_bytes=0, content=content))
+    return str(_run("digest", (limit,), uid, memory=ARCHIVE_BYTES, content=content))
 
 
 def unpack(content: bytes, folder: Path, limit: int, uid: int | None) -> None:
@@ -81,37 +83,39 @@ def _run(
     uid: int | None,
     *,
     memory: int,
-    file_bytes: int = 1 << 20,
+    file_bytes: int = 0,
     content: IO[bytes] | None = None,
 ) -> Any:
     """Return what a function of ``_WORK`` returns in a process of its own.
 
     ``memory``: bytes of data that the process may have; ``file_bytes``: of each file that it may
-    write; ``content``: an open file that it reads.
+    write, if that is more than an answer; ``content``: an open file that it reads.
     """
     descriptors = () if content is None else (content.fileno(),)
-    given = pickle.dumps((work, (*descriptors, *args), memory, file_bytes))
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "autofit.service.confined"],
-        cwd="/",
-        env={**allowed(os.environ), "HOME": "/nonexistent"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        start_new_session=True,
-        **process_options(uid),
-    )
-    try:
-        answer, _ = process.communicate(given, timeout=SECONDS)
-        found: Mapping[str, Any] = json.loads(answer) if len(answer) <= _ANSWER else {}
-    except (subprocess.TimeoutExpired, ValueError):
-        found = {}
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            # It leads a group, in which a parser of launch lines may still run.
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    given = pickle.dumps((work, (*descriptors, *args), memory, max(file_bytes, _ANSWER)))
+    # A file, not a pipe: the limit of files holds for it, whatever the user's files make it write.
+    with tempfile.TemporaryFile() as answer:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "autofit.service.confined"],
+            cwd="/",
+            env={**allowed(os.environ), **_ONE_THREAD, "HOME": "/nonexistent"},
+            stdin=subprocess.PIPE,
+            stdout=answer,
+            stderr=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,
+            **process_options(uid),
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(given, timeout=SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                # It leads a group, in which a parser of launch lines may still run.
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        answer.seek(0)
+        found = _parsed(answer.read(_ANSWER))
     if "value" in found:
         return found["value"]
     if "error" in found:
@@ -124,6 +128,15 @@ def _run(
         f"what was sent takes more than {SECONDS:.0f} s or too much memory to read, or cannot be"
         " read at all: send less"
     )
+
+
+def _parsed(answer: bytes) -> Mapping[str, Any]:
+    """Return the object that an answer holds; an empty one if it holds none."""
+    try:
+        found = json.loads(answer)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _digest(descriptor: int, limit: int) -> str:

@@ -26,6 +26,7 @@ from typing import IO, Any
 from autofit.exceptions import AutofitError, StorageError
 from autofit.service.runner import NAMESPACE, Runner
 from autofit.storage import Queue, Store
+from autofit.storage.engine import BUSY_SECONDS
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.detached_ray import DetachedRay
 from autofit.worker.cluster.local_ray import RaySession
@@ -41,8 +42,11 @@ BIRTH = 30.0
 """Seconds after which an actor that has claimed nothing is ended, and another one started."""
 MOST_FAILURES = 3
 """Actors in a row that end before they claim the next search; then that search fails."""
-SILENCE = 20.0
-"""Seconds without a word of the process that supervises, after which it is started again."""
+SILENCE = 10.0 + BUSY_SECONDS
+"""Seconds without a word of the process that supervises, after which it is started again.
+
+A step may wait ``BUSY_SECONDS`` for the store.
+"""
 JOIN = 150.0
 """Seconds that it has to say its first word."""
 _PAUSE = 1.0

@@ -101,7 +101,7 @@ class Users:
         if origin is not None and origin.partition("://")[2] != host:
             raise OtherSite(f"the request comes from a page of {origin}: open this service instead")
         name = _host(host)
-        if name not in LOOPBACK and not self._queue.users():
+        if name not in LOOPBACK and not (self.closed or self._queue.users()):
             raise OtherSite(
                 f"the service has no tokens, so it answers at {LOOPBACK[0]} only, not at {name!r}:"
                 " autofit token create NAME"

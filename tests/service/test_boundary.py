@@ -7,8 +7,10 @@ import http.client
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from sqlalchemy import event
 from autofit.client import archive
 from autofit.client.http import Service
 from autofit.exceptions import UsageError
-from autofit.service import boundary
+from autofit.service import boundary, confined
 from autofit.storage import Accounts, Limits, Store, Submission
 from tests.service.serving import LIMIT, Running
 
@@ -263,6 +265,29 @@ def test_quotas(running: Running, uploaded: tuple[Service, str], tmp_path: Path)
     (tmp_path / "project/data").write_bytes(os.urandom(2000))
     with pytest.raises(UsageError, match=r"your folders would be .* and you may have 1000"):
         alice.post("/api/uploads", archive.pack(tmp_path / "project"))
+
+
+def test_the_uploads_of_one_user_do_not_stall_another(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = running.user("alice"), running.user("bob")
+    read = threading.Event()
+
+    def slow(*_: object) -> str:
+        read.wait(30)
+        raise UsageError("it is no archive")
+
+    monkeypatch.setattr(confined, "digest", slow)
+    with ThreadPoolExecutor(45) as pool:  # more than the threads that answer requests
+        asked = (running, "POST", "/api/uploads", b"x")
+        answers = [pool.submit(raw, *asked, Authorization=bearer(alice)) for _ in range(45)]
+        time.sleep(1.0)
+        began = time.monotonic()
+        assert bob.get("/api/searches") == []
+        assert time.monotonic() - began < 10.0
+        assert not any(each.done() for each in answers)
+        read.set()
+        assert {each.result()[0] for each in answers} == {400}
 
 
 def _of(upload: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from autofit.service import confined
 from autofit.storage import Submission
 from autofit.worker.launch.other_uid import allowed
 from tests.service.archives import bomb
-from tests.uids import UID, interpreter, open_to_all, search_path
+from tests.uids import UID, interpreter, open_folder, search_path
 
 pytestmark = pytest.mark.quick
 
@@ -24,10 +25,21 @@ SECRETS = (
     *("NVIDIA_API_KEY", "SSH_AUTH_SOCK", "https_proxy", "WANDB_API_KEY", "RAY_AUTH_TOKEN"),
 )
 
+ENDLESS = """
+import gzip, os
+
+def read(self, size=-1):
+    while True:
+        os.write(1, bytes(1 << 20))
+
+gzip.GzipFile.read = read
+"""
+"""Makes the process that reads an archive write without end."""
+
 
 def test_a_script_sees_the_allowed_variables_alone() -> None:
-    environment = {**dict.fromkeys(SECRETS, "x"), "PATH": "/bin", "OMP_NUM_THREADS": "2"}
-    assert allowed(environment) == {"PATH": "/bin", "OMP_NUM_THREADS": "2"}
+    seen = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "NCCL_P2P_DISABLE": "1"}
+    assert allowed({**dict.fromkeys(SECRETS, "x"), **seen}) == seen
 
 
 def test_a_bomb_is_refused(tmp_path: Path) -> None:
@@ -43,6 +55,17 @@ def test_a_process_without_memory_or_time(monkeypatch: pytest.MonkeyPatch) -> No
         confined.digest(file, archive.LIMIT, None)
 
 
+def test_an_answer_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills a file up to a limit, and not the memory of the service."""
+    (tmp_path / "sitecustomize.py").write_text(ENDLESS)
+    paths = (str(tmp_path), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryFile() as file, pytest.raises(UsageError, match="send less"):
+        confined.digest(file, archive.LIMIT, None)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
 def test_a_script_is_understood(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     submission = Submission(script=("train.py",), args=("--epochs", "3"), folder=str(tmp_path))
@@ -53,17 +76,15 @@ def test_a_script_is_understood(tmp_path: Path) -> None:
         confined.understand(submission, tmp_path, None)
 
 
-def test_what_root_may_read_is_not_read_for_a_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_root_may_read_is_not_read_for_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch line's configuration, as a script, and as a folder."""
     python = interpreter()
     if python is None:
         pytest.skip("this is not root, or other users cannot run Python here")
     monkeypatch.setattr("sys.executable", python)
     monkeypatch.setenv("PYTHONPATH", search_path())
-    with open_to_all(tmp_path):
-        folder, closed = tmp_path / "files", tmp_path / "closed"
+    with open_folder() as there:
+        folder, closed = there / "files", there / "closed"
         for each in (folder, closed):
             each.mkdir()
         folder.chmod(0o755)
@@ -96,9 +117,9 @@ def test_an_unpacked_folder_is_its_users(tmp_path: Path, monkeypatch: pytest.Mon
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("pass\n")
-    with open_to_all(tmp_path):
-        (tmp_path / "scratch").mkdir()
-        there = tmp_path / "scratch/there"
+    with open_folder() as scratch:
+        there = scratch / "files/there"
+        there.parent.mkdir()
         confined.unpack(archive.pack(project), there, archive.LIMIT, UID)
         assert {(each.stat().st_uid, each.stat().st_mode & 0o77) for each in there.iterdir()} == {
             (UID, 0)

@@ -115,6 +115,7 @@ def test_a_live_search_is_the_holder_and_keeps_its_trials(
     process = search(wait=True)
     assert line(process) == "running 0"
     study = opening(store)
+    assert study.budget == 1, "who is not the holder changes nothing"
     holder = store.holder(study)
     assert holder is not None
     assert holder.pid == process.pid
@@ -124,6 +125,7 @@ def test_a_live_search_is_the_holder_and_keeps_its_trials(
     assert store.holder(study) is None
     assert store.reclaim(study) == 2
     assert [trial.state for trial in store.trials(study)] == [State.INTERRUPTED] * 2
+    assert opening(store).budget == 24 << 30
 
 
 def test_one_process_is_no_holder_to_itself_and_lets_go_at_the_end(

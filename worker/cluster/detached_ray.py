@@ -36,6 +36,8 @@ from autofit.worker.launch import reaper
 
 _CORE = ("raylet", "gcs_server")
 """Names of the two processes that make a Ray of one machine."""
+_ASKED = 2
+"""How often Ray is asked before it counts as hung: a new one would end all running searches."""
 _GOODBYE = 15.0
 """Seconds that the service has to end after SIGTERM."""
 _KILL = 30.0
@@ -89,7 +91,8 @@ class DetachedRay:
         os.environ.update(settings)
         address = address_in(self._of_ray)
         self._core = self._found_core()
-        started = not (address and len(self._core) == len(_CORE) and answers(address))
+        whole = address and len(self._core) == len(_CORE)
+        started = not (whole and any(answers(address) for _ in range(_ASKED)))
         if started:
             self._kill()
             self._start(searches)

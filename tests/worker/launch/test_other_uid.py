@@ -26,7 +26,7 @@ from autofit.worker.records.trials import (
     TrialReport,
     Verdict,
 )
-from tests.uids import OTHER, UID, interpreter, open_to_all, search_path
+from tests.uids import OTHER, UID, interpreter, open_folder, search_path
 
 READS = "import sys, torch\nprint(open(sys.argv[1]).read())\n"
 
@@ -48,14 +48,14 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder that every uid can reach, and an interpreter that every uid can run."""
     if interpreter() is None:
         pytest.skip("this is not root, or other users cannot run Python here")
     monkeypatch.setattr(sys, "executable", interpreter())
     monkeypatch.setenv("PYTHONPATH", search_path())
-    with open_to_all(tmp_path):
-        yield tmp_path
+    with open_folder() as found:
+        yield found
 
 
 def test_a_script_reads_its_own_folder_and_no_other(folder: Path) -> None:
