@@ -10,6 +10,7 @@ import click
 from autofit.cli import types
 from autofit.cli.lazy import Group
 from autofit.cli.out import say, write
+from autofit.exceptions import UsageError
 from autofit.printable import printable
 
 _storage = click.option(
@@ -65,7 +66,10 @@ def create(
     named = {"gpus": gpus, "priority": priority, "queued": queued, "upload_bytes": uploads}
     given = {name: value for name, value in named.items() if value is not None}
     limits = replace(Limits(), **given) if given else None
-    end = None if expires is None else datetime.now(UTC) + timedelta(seconds=expires)
+    try:
+        end = None if expires is None else datetime.now(UTC) + timedelta(seconds=expires)
+    except OverflowError:
+        raise UsageError("--expires: no calendar reaches so far: leave it out") from None
     with Store(types.url_of(storage)) as store:
         token = create_token(store, user, limits, expires=end)
     write(token + "\n")

@@ -65,6 +65,7 @@ def test_tokens_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for words in (["--expires", "1s"], ["--expires", "2h"], []):
             assert main(["token", "create", "alice", *words, *store]) == 0
             tokens.append(Service(running.url, capsys.readouterr().out.strip()))
+        assert main(["token", "create", "alice", "--expires", "99999999999h", *store]) == 2
         time.sleep(1.1)
         with pytest.raises(UsageError, match="no valid token"):
             tokens[0].get("/api/searches")

@@ -121,7 +121,7 @@ def test_a_live_search_is_the_holder_and_keeps_its_trials(
     assert holder.pid == process.pid
     assert store.reclaim(study) == 0
     process.kill()
-    time.sleep(0.05)  # a zombie now: killed, not yet waited for
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie stays
     assert store.holder(study) is None
     assert store.reclaim(study) == 2
     assert [trial.state for trial in store.trials(study)] == [State.INTERRUPTED] * 2
