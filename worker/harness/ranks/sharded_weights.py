@@ -130,6 +130,8 @@ class ShardedWeights:
             found = shared.divided(run, batch, layout, compared=compared, make=make)
             if isinstance(found, tuple):
                 return found[0]
+            if found:
+                shared.tell_whole(found)
         return self._run_whole(shared.group.size, run, batch)
 
     def evaluate(self, run: Forward, args: Any, kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ so ``.grad`` never holds those of a slice. A term that the script adds to its lo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -142,10 +143,9 @@ class DividedCalls:
         """Return the output of a call that is divided by ``layout``, in a tuple.
 
         Returns the reason if the call must run whole, empty if there is nothing to divide; then
-        nothing of it is left. A graph whose
-        shape was not verified is verified, such as that of a late term of the loss, and the slices
-        run again. ``compared``: the ranks compare what they find in the call. ``make``: returns
-        the call, by default a ``SharedCall``.
+        nothing of it is left. If the shape of its graph was not verified, because a term has joined
+        the loss for example, it is verified and the slices run again. ``compared``: the ranks
+        compare what they find in the call. ``make``: returns the call, by default a ``SharedCall``.
         """
         reason, restore = "", None
         while layout is not None:
@@ -178,6 +178,12 @@ class DividedCalls:
         if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
             return None, ""
         return self._agreed_on(batch, lambda: self.owner.layout(batch))
+
+    def tell_whole(self, reason: str) -> None:
+        """Say that every rank runs a whole batch; raise ``Refused`` if a plan is measured."""
+        if self.owner.strict:
+            raise Refused(reason, RANKS)
+        warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
 
     def _agreed_on(self, batch: Batch, find: Callable[[], Layout]) -> tuple[Layout | None, str]:
         layout, reason = None, ""

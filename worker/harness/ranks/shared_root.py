@@ -7,7 +7,6 @@ divided. What is left runs on every rank and gives the same gradients there, wit
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.exceptions import Refused
 from autofit.strategies.base import Forward, Undo, Wrapper
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.observers import Calls, Seams
@@ -93,7 +91,7 @@ class SharedRoot(DividedCalls):
         layout, reason = self.layout(batch)
         if self.sharded is not None:
             if reason:
-                self._tell_whole(reason)
+                self.tell_whole(reason)
             return self.sharded.call(self, run, batch, layout, compared=compared)
         if layout is not None:
             found = self.divided(run, batch, layout, compared=compared)
@@ -110,15 +108,10 @@ class SharedRoot(DividedCalls):
         with self.parts.divided(tries=bool(reason), compared=compared) as divided:
             output = run(*args, **kwargs)
         if reason and not divided:
-            self._tell_whole(reason)
+            self.tell_whole(reason)
         inside = {id(each) for part in divided for each in _weights(part)}
         self._stale = [each for each in _weights(self.owner.module) if id(each) not in inside]
         return output
-
-    def _tell_whole(self, reason: str) -> None:
-        if self.owner.strict:
-            raise Refused(reason, "ranks")
-        warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
 
 
 class InnerRoots:
@@ -131,20 +124,15 @@ class InnerRoots:
     def __init__(
         self, module: nn.Module, calls: Calls, part: Callable[[nn.Module], DividedCalls]
     ) -> None:
+        self._module = weakref.ref(module)
+        self._calls = calls
         self._part = part
         self._parts: dict[int, DividedCalls] = {}
         self._tries = False
         """Calls of submodules are tried."""
         self._compared = False
         self._divided: list[nn.Module] = []
-        whole = _count(module)
-        self._undos: list[Undo] = [
-            calls.wrap(each, self._around(each))
-            for each in module.modules()
-            if each is not module
-            and not isinstance(each, nn.Embedding | nn.EmbeddingBag)  # a lookup is no work
-            and _count(each) >= max(1, LEAST * whole)
-        ]
+        self._undos: list[Undo] = []
 
     @contextmanager
     def divided(self, *, tries: bool, compared: bool) -> Iterator[list[nn.Module]]:
@@ -152,6 +140,8 @@ class InnerRoots:
 
         ``tries``: else none is divided. ``compared``: the ranks compare what they find.
         """
+        if tries and not self._undos:
+            self._wrap()
         self._divided, self._compared = [], compared
         divided = self._divided
         try:
@@ -159,6 +149,15 @@ class InnerRoots:
                 yield divided
         finally:
             self._divided = []  # the script may drop its model
+
+    def _wrap(self) -> None:
+        module = self._module()
+        assert module is not None, "a model is alive while it is called"
+        whole = _count(module)
+        for each in module.modules():
+            lookup = isinstance(each, nn.Embedding | nn.EmbeddingBag)  # it is no work
+            if each is not module and not lookup and _count(each) >= max(1, LEAST * whole):
+                self._undos.append(self._calls.wrap(each, self._around(each)))
 
     @contextmanager
     def _trying(self, tries: bool) -> Iterator[None]:
