@@ -132,9 +132,7 @@ class _Plans:
         timeline = inspected.timeline
         self._predictor = Predictor(timeline, outcome.facts) if timeline is not None else None
         self._known: dict[Plan, dict[str, int]] = {}
-        self.stopped = ""
-        if timeline is None:
-            self.stopped = outcome.stopped or "it ended before its second optimizer step"
+        self.stopped = outcome.stopped if timeline is None else ""
 
     def on(self, model: GpuModel, options: FitOptions) -> CardFit:
         """Return how the script fits a card."""
