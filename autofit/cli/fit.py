@@ -10,7 +10,7 @@ import click
 from autofit.cli import types
 from autofit.cli.out import render, say, show, write
 from autofit.cli.script import ScriptCommand, script_argument, the_launch
-from autofit.exceptions import NothingFits
+from autofit.exceptions import NothingFits, ScriptError
 from autofit.inspection.options import FitOptions
 
 
@@ -21,8 +21,8 @@ from autofit.inspection.options import FitOptions
 def command(script: str | None, module: str | None, as_json: bool, **given: Any) -> int:
     """Predict which GPUs SCRIPT fits, and under which plan. Needs no GPU.
 
-    Runs the script for two optimizer steps with tensors that have no memory. Exits with 3 if it
-    fits one of the cards under no plan.
+    Runs the script for two optimizer steps with tensors that have no memory. Exits with 3 if no
+    plan fits one of the cards, and with 1 if the script could not be followed.
     """
     launch = the_launch(script, module)
 
@@ -40,4 +40,6 @@ def command(script: str | None, module: str | None, as_json: bool, **given: Any)
             render(each)
             show([""])
         show(view.notes(found))
+    if found.stopped:
+        return ScriptError.exit_code
     return 0 if found.fits else NothingFits.exit_code

@@ -76,7 +76,7 @@ def model_named(name: str) -> GpuModel:
     if len(found) == 1:
         return found[0]
     names = [each.name for each in found or MODELS]
-    hint = did_you_mean(name, names) or f"write one of {', '.join(names)}"
+    hint = ("" if found else did_you_mean(name, names)) or f"write one of {', '.join(names)}"
     raise UsageError(
         f"--gpu {name}: {'several cards' if found else 'no card'} of this name; {hint}"
     )
@@ -86,7 +86,7 @@ def models_named(names: str | None) -> tuple[GpuModel, ...]:
     """Return the cards of a list such as ``"T4, A100-40GB"``; without one, all."""
     if names is None:
         return MODELS
-    return tuple(model_named(each) for each in names.split(",") if each.strip())
+    return tuple(model_named(each.strip()) for each in names.split(","))
 
 
 def _letters(name: str) -> str:

@@ -56,7 +56,7 @@ class CardFit:
     """Bytes that the process may occupy: the card less 5 %, or what the user gave."""
     as_it_is: FittingPlan
     plan: FittingPlan | None
-    """The least change with which it fits; ``None`` if no plan was found."""
+    """The least change with which it fits; ``None`` if no plan was found, or the script stopped."""
     fastest: tuple[Plan, ...]
     """Plans that fit, the one that is likely the fastest first: an order, not figures."""
 
@@ -75,8 +75,8 @@ class Fit:
     inspected: Inspected
     cards: tuple[CardFit, ...]
     stopped: str
-    """What ended the script before its second step, so that the figures are a lower bound; else
-    empty."""
+    """What ended the script before its second step, so that the figures are a lower bound and no
+    plan is named; else empty."""
 
     @property
     def by_kind(self) -> dict[Kind, int]:
@@ -119,7 +119,7 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
         facts=outcome.facts,
         inspected=inspected,
         cards=tuple(found.on(model, options) for model in models),
-        stopped=outcome.stopped,
+        stopped=found.stopped,
     )
 
 
@@ -132,6 +132,7 @@ class _Plans:
         timeline = inspected.timeline
         self._predictor = Predictor(timeline, outcome.facts) if timeline is not None else None
         self._known: dict[Plan, dict[str, int]] = {}
+        self.stopped = outcome.stopped if timeline is None else ""
 
     def on(self, model: GpuModel, options: FitOptions) -> CardFit:
         """Return how the script fits a card."""
@@ -140,8 +141,9 @@ class _Plans:
         name = OTHER if options.gpu is None and options.memory is not None else model.name
         as_it_is = self._plan(Plan(), budget)
         fastest: list[Plan] = []
-        least = as_it_is if as_it_is.margin >= 0 else None
+        least = None
         if self._predictor is not None:
+            least = as_it_is if as_it_is.margin >= 0 else None
             plans = [
                 plan
                 for plan in combinations(self._facts, model.hardware)
@@ -182,13 +184,13 @@ class _Plans:
         plain = inspected.plain
         assert plain is not None, "a fake GPU has them"
         tensors = sum(kinds.values())
+        context = plain.device - plain.reserved
         whole = device_bytes(
             tensors,
             allocated=plain.allocated,
             reserved=plain.reserved,
-            context=plain.device - plain.reserved,
+            context=context,
             cuda=True,
         )
-        context = plain.device - plain.reserved
         cache = round(whole) - tensors - context
         return kinds | {str(Kind.CACHE): cache, str(Kind.CONTEXT): context}

@@ -1,4 +1,4 @@
-"""The options of ``autofit explain`` and ``autofit check``, for Python and for the command line.
+"""The options of ``autofit explain``, ``fit`` and ``check``, for Python and the command line.
 
 Imports neither torch nor the strategies, so that ``autofit --help`` is quick.
 """

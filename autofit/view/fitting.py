@@ -32,7 +32,7 @@ def head(found: Fit) -> list[str]:
         f"predicted peak: {format_size(sum(found.by_kind.values()))}, in {moment.phase}{operation}",
     ]
     if found.stopped:
-        lines += [f"could not be followed further, so it needs at least this: {found.stopped}"]
+        lines += [f"could not be followed further; it needs at least this: {found.stopped}"]
     return lines
 
 
@@ -48,7 +48,8 @@ def cards(found: Fit) -> Table:
     made = table((*columns, "likely fastest"), right=("budget", "peak", "free", *SHOWN, "rest"))
     for card in found.cards:
         plan = card.plan or card.as_it_is
-        name = "no plan found; as it is:" if card.plan is None else str(plan.plan)
+        none = "not known; so far:" if found.stopped else "no plan found; as it is:"
+        name = none if card.plan is None else str(plan.plan)
         fastest = str(card.fastest[0]) if card.fastest else "-"
         add(made, card.name, format_size(card.budget), name, *_sizes(plan), fastest)
     return made

@@ -131,10 +131,13 @@ def test_a_script_that_cannot_be_followed_gives_the_estimate_so_far(
     train: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train.write_text(SCRIPT.replace("if torch.isnan", "torch.cuda.CUDAGraph()\n    if torch.isnan"))
-    assert main(["fit", "train.py", "--gpu", "RTX 4090"]) == 0
+    assert main(["fit", "train.py", "--gpu", "RTX 4090"]) == 1
     printed = capsys.readouterr().out
-    assert "could not be followed further, so it needs at least this: " in printed
+    assert re.search(
+        r"could not be followed further; it needs at least this: train.py:\d+: ", printed
+    )
     assert "weights" in printed
+    assert "not known; so far:" in printed
 
 
 @pytest.mark.full
@@ -203,5 +206,8 @@ def test_names_of_cards() -> None:
     assert models_named(None) == MODELS
     with pytest.raises(UsageError, match="several cards"):
         model_named("A100")
+    for empty in ("", "H100,"):
+        with pytest.raises(UsageError, match="several cards"):
+            models_named(empty)
     with pytest.raises(UsageError, match="no card"):
         model_named("Voodoo 2")

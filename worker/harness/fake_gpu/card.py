@@ -19,12 +19,18 @@ from autofit.facts import Hardware
 from autofit.worker.harness.fake_gpu import driver
 from autofit.worker.harness.fake_gpu.allocator import CachingAllocator
 from autofit.worker.harness.fake_gpu.attention import attention
-from autofit.worker.harness.fake_gpu.kernels import Workspaces
 from autofit.worker.harness.fake_gpu.tensors import GPU, FakeMode, without_driver
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.torch_state import frames
 from autofit.worker.records.inspection import Guess
 
+CUBLAS = {9: 32 << 20, 10: 32 << 20}
+"""Bytes that cuBLAS keeps from the first matrix product on, by major capability.
+
+torch sets them: ``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``.
+"""
+CUBLAS_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
+"""The same on other cards."""
 IN_THIS_PROCESS = {
     "num_workers": 0,
     "persistent_workers": False,
@@ -42,7 +48,8 @@ class FakeGpu:
     def __init__(self, card: Hardware) -> None:
         self.card = card
         self.allocator = CachingAllocator(limit=card.total_bytes)
-        self.mode = FakeMode(self.allocator, Workspaces(card.capability or (9, 0), self.allocator))
+        workspace = CUBLAS.get((card.capability or (9, 0))[0], CUBLAS_ELSE)
+        self.mode = FakeMode(self.allocator, workspace)
 
     def attach(self) -> None:
         """Let torch compute on this card from now on; the script has just imported it."""

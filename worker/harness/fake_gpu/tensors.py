@@ -17,7 +17,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -51,6 +51,8 @@ KNOWN = 1 << 16
 """Most elements of a tensor whose numbers are computed."""
 GUESSED = 1 << 26
 """Most elements of a tensor from whose shape a guess is made."""
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear"}
+"""Operations of cuBLAS."""
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 NUMBER = aten._local_scalar_dense.default
@@ -69,8 +71,8 @@ class FakeMode(FakeTensorMode):
     avoid_device_init = True
     """``torch.tensor`` must not ask the driver. torch asks whether there is a GPU instead."""
 
-    def __init__(self, allocator: CachingAllocator, workspace: Callable[..., int]) -> None:
-        """``workspace``: returns the bytes that a kernel needs beside its output."""
+    def __init__(self, allocator: CachingAllocator, workspace: int) -> None:
+        """``workspace``: bytes that cuBLAS keeps from the first matrix product on."""
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.guesses: Counter[Place | None] = Counter()
         """How often each line of the user's code has read a number that is not known."""
@@ -82,6 +84,7 @@ class FakeMode(FakeTensorMode):
         """Whether the script is inside CUDA's autocast."""
         self._allocator = allocator
         self._workspace = workspace
+        self._kept: object = None
         self._depth = 0
         self._storages: set[int] = set()
 
@@ -108,7 +111,7 @@ class FakeMode(FakeTensorMode):
             output = self._output(func, types, args, kwargs, tensors)
         finally:
             self._depth -= 1
-        self._count(name, tensors, output)
+        self._count(name, output)
         if tensors and not func.is_view and any(t.device.type == GPU.type for t in tensors):
             self._work(func, args, kwargs, tensors, output)
         return output
@@ -193,8 +196,8 @@ class FakeMode(FakeTensorMode):
 
     # --- memory ------------------------------------------------------------------------------
 
-    def _count(self, name: str, tensors: Sequence[torch.Tensor], output: Any) -> None:
-        """Tell the allocator of new storages on the GPU, and of the kernel's workspace."""
+    def _count(self, name: str, output: Any) -> None:
+        """Tell the allocator of new storages on the GPU, and of cuBLAS's workspace."""
         made = [
             each
             for each in tree_leaves(output)
@@ -204,8 +207,8 @@ class FakeMode(FakeTensorMode):
             return
         for each in made:
             self.hold(each)
-        if size := self._workspace(name, tensors, made):
-            self._allocator.give_back(self._allocator.allocate(size))
+        if name in PRODUCTS and self._kept is None:
+            self._kept = self._allocator.allocate(self._workspace)
 
     def _work(
         self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], output: Any

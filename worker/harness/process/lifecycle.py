@@ -117,11 +117,14 @@ class ScriptLifecycle:
             self._reporter.send(PlanEnded(report=report))
             return
         summary = formatted(error)
+        message = summary if found.follows else found.message or summary
+        if self._fake_gpu is not None and where is not None:
+            message = f"{where.line}: {message}"  # the only trace of it where an estimate is shown
         self._reporter.send(
             Raised(
                 index=index,
                 kind=found.kind.value,
-                message=summary if found.follows else found.message or summary,
+                message=message,
                 traceback=text,
                 phase=CHECK if checked else self._phase(),
                 requested=found.requested,
