@@ -34,6 +34,7 @@ NOT_RUN = {
     "names studies of an example": 2,
     "needs an upload": 1,
     "takes minutes": 2,
+    "the example trains on the CPU": 2,
     "needs fish": 1,
     "needs zsh": 1,
 }
