@@ -242,7 +242,7 @@ def test_a_plan_that_is_none_in_the_store_is_one_line(
     folder = tmp_path / "copy"
     shutil.copytree(searched, folder)
     with closing(sqlite3.connect(folder / "autofit.db")) as database, database:
-        database.execute("update trial set plan = ?, best = ?", (content, content))
+        database.execute("update trial set plan = ?, report = ?", (content, content))
     done = autofit(folder, "best", "train.py")
     assert done.returncode != 0
     assert "Traceback" not in done.stderr, done.stderr
