@@ -134,8 +134,10 @@ def _torch(device: str) -> Iterator[Finding]:
     except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
         yield Finding(name="torch", ok=False, text=f"cannot be imported: {error}")
         return
+    from autofit.worker.meter import accelerator
+
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    sees = torch.accelerator.device_count()
+    sees = accelerator.devices()
     text = f"{torch.__version__}, built for {built}, sees {sees} GPUs"
     if device == "cuda" and not sees:
         text += ": the driver has some, so this torch or its CUDA version does not fit the driver"

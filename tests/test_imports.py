@@ -102,6 +102,7 @@ def test_each_public_name_can_be_imported() -> None:
         "search",
         "best",
         "explain",
+        "fit",
         "resilient",
         "run",
         "__version__",

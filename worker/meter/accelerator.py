@@ -23,6 +23,11 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def devices() -> int:
+    """Return how many devices a script would see."""
+    return torch.cuda.device_count()
+
+
 def started() -> bool:
     """Return whether the script uses an accelerator."""
     return bool(torch.cuda.is_initialized())

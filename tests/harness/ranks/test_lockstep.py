@@ -124,8 +124,8 @@ one_pass(True, True, learns=True)
 assert one_pass(True, True) == (2, 2)
 """
 STATISTICS = """
-statistics = SharedStatistics(Patches())
 plain, shared = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+statistics = SharedStatistics(Patches(), shared)
 with torch.no_grad():
     plain.weight.copy_(torch.randn(3))
     shared.weight.copy_(plain.weight)

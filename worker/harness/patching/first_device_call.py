@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.meter import accelerator
 
 
 def before_cuda_starts(patches: Patches, wait: Callable[[], None]) -> None:
@@ -35,6 +36,4 @@ def holds_context() -> bool:
     The driver is asked, which makes no context.
     """
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return has_context is not None and any(
-        map(has_context, range(torch.accelerator.device_count()))
-    )
+    return has_context is not None and any(map(has_context, range(accelerator.devices())))
