@@ -193,8 +193,8 @@ class Level:
     autocast: str | None = None
     """The dtype in which autocast computes the forward, by torch's name: ``"bfloat16"``."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """What it is in other programs, by the names of ``autofit/export``. A program that is not there
-    cannot carry it, or takes what ``by_hand`` says."""
+    """What it is in other programs, by the names of ``autofit/export``. The export to any other
+    program refuses it, or tells what ``by_hand`` says."""
     implies: Mapping[str, str] = field(default_factory=dict)
     """Levels of other strategies that it has the effect of, by strategy. A search adds them."""
     ordered: bool = False
@@ -516,7 +516,7 @@ class Strategy(ABC):
     """Its effect depends on the batch size. The plan check uses as many samples as fit."""
 
     remedies: ClassVar[Waste | None] = None
-    """What it lowers, if it has no use before the same plan without it has shown this."""
+    """What it lowers. It is of use only after the same plan without it has shown such waste."""
     freezes: ClassVar[bool] = False
     """The model's own weights are not trained."""
     number: ClassVar[Number | None] = None

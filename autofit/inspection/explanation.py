@@ -14,9 +14,10 @@ from autofit.inspection import techniques
 from autofit.inspection.cards import Card, cards
 from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans, whole
 from autofit.inspection.options import ExplainOptions
-from autofit.inspection.prediction import Predictor, device_bytes, predicted_slowdown
+from autofit.inspection.prediction import Predictor, device_bytes
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
+from autofit.space.order import expected
 from autofit.storage import Store
 from autofit.strategies import AUTO, Number
 from autofit.worker.records.inspection import (
@@ -199,6 +200,6 @@ def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Ca
         )
 
     candidates = [
-        (plan, predicted_slowdown(plan, facts)) for plan in techniques.combinations(facts, hardware)
+        (plan, expected(plan, facts)) for plan in techniques.combinations(facts, hardware)
     ]
     return cards(candidates, needed)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from autofit import strategies
 from autofit.facts import Facts
 from autofit.plan import Plan
-from autofit.space.order import expected
 from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
 from autofit.strategies import AS_IS, Memory, Number
 from autofit.strategies.support.block_levels import ALL, count
@@ -62,11 +61,6 @@ def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
     if plan.autocast and not cuda and any(root.dropout for root in facts.roots):
         return False
     return all(strategy.replays for strategy, _ in plan)
-
-
-def predicted_slowdown(plan: Plan, facts: Facts) -> float:
-    """Return the expected step time under ``plan``, relative to the script as it is."""
-    return expected(plan, facts)
 
 
 def device_bytes(peak: float, *, allocated: int, reserved: int, context: int, cuda: bool) -> float:

@@ -9,9 +9,10 @@ from enum import StrEnum
 
 from autofit import strategies
 from autofit.facts import Facts, Hardware
-from autofit.inspection.prediction import Predictor, predictable, predicted_slowdown
+from autofit.inspection.prediction import Predictor, predictable
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
+from autofit.space.order import expected
 from autofit.storage import State, Store, TrialRecord, script_path
 from autofit.storage.records import StudyKey
 from autofit.strategies import Fidelity, Number, Strategy
@@ -87,7 +88,7 @@ def _technique(
     """``cuda``: whether it is a GPU, of which the priors of step times come."""
     predicted = int(as_it_is - predictor.peak(plan))
     neutral, own = measured.get(Plan()), measured.get(plan)
-    slowdown: float | None = predicted_slowdown(plan, facts) if cuda else None
+    slowdown: float | None = expected(plan, facts) if cuda else None
     freed = predicted
     basis = Basis.PREDICTED if predictable(plan, facts, cuda=cuda) else Basis.ESTIMATED
     if neutral is not None and own is not None:

@@ -10,7 +10,7 @@ wrappers around calls here, so that the script finds its modules as it made them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -347,8 +347,8 @@ class ShardedCall(SharedCall):
         """Return the gathered weights, with which the forward has run."""
         return self._weights.gathered()
 
-    def _all_parameters(self) -> Sequence[torch.Tensor]:
-        return self._weights.gathered()
+    def _all_parameters(self) -> Iterator[torch.Tensor]:
+        yield from self._weights.gathered()
 
     def _forward(self) -> tuple[list[Any], TreeSpec]:
         """Return the outputs of this rank's slice. All ranks must take the same way."""

@@ -72,7 +72,7 @@ class Owner(Protocol):
         """Return how a call is divided; raise ``Refused`` if it cannot be."""
 
     def unknown_graph(
-        self, layout: Layout, outputs: Sequence[Any], known: Sequence[torch.Tensor], nodes: int
+        self, layout: Layout, outputs: Sequence[Any], known: Iterable[torch.Tensor], nodes: int
     ) -> str | None:
         """Return the shape of the graph of a slice; ``None`` if it was verified.
 
@@ -359,9 +359,9 @@ class SharedCall:
             refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
         return outputs, spec
 
-    def _all_parameters(self) -> Sequence[torch.Tensor]:
-        """Return all parameters of the model, as its forward sees them."""
-        return list(self._root.owner.module.parameters())
+    def _all_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield all parameters of the model, as its forward sees them; few calls read them."""
+        yield from self._root.owner.module.parameters()
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that get gradients in the model, as its forward sees them."""

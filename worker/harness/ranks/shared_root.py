@@ -1,8 +1,8 @@
 """Divides the calls of a root among the ranks, or those of its parts.
 
-Each call starts from rank 0's arguments. If its batch cannot be divided, because the model compares
-its samples for example, the root runs whole on every rank, and the calls of its submodules are
-divided. What is left runs on every rank and gives the same gradients there, without a sum.
+Each call starts from rank 0's arguments. A model that compares its samples cannot be divided. It
+runs whole on every rank, and the calls of its submodules are divided. What is left of it gives the
+same gradients on every rank, without a sum.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class SharedRoot(DividedCalls):
 class InnerRoots:
     """Divides the calls of a model's submodules while a call of the model runs whole.
 
-    A submodule that is called inside a divided one is divided with it. One whose calls cannot be
-    divided runs as it is, and those inside it are tried.
+    A submodule that is called inside a divided one is divided with it. Where a submodule cannot be
+    divided, its own submodules are tried.
     """
 
     def __init__(

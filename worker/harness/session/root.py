@@ -559,7 +559,7 @@ class HarnessRoot:
         return layout
 
     def unknown_graph(
-        self, layout: Layout, outputs: Sequence[Any], known: Sequence[torch.Tensor], nodes: int
+        self, layout: Layout, outputs: Sequence[Any], known: Iterable[torch.Tensor], nodes: int
     ) -> str | None:
         """Return the shape of a call's graph; ``None`` if it was verified.
 

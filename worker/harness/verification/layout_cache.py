@@ -9,7 +9,7 @@ Most calls need no walk over their graph, because autograd counts the nodes that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,7 +140,7 @@ class Layouts:
         self,
         kind: CallKind,
         outputs: Sequence[Any],
-        parameters: Sequence[torch.Tensor],
+        parameters: Iterable[torch.Tensor],
         nodes: int,
     ) -> str | None:
         """Return the shape of a call's autograd graph; ``None`` if it was verified.
