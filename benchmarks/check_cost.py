@@ -259,7 +259,7 @@ def cost(model: str, check: str, device: str) -> Cost | None:
     module.to(device)
     batch = without_cache(module, {name: value.to(device) for name, value in call.items()})
     root = rooted(module)
-    root.learn(describe(module, (), batch))
+    root.facts = describe(module, (), batch)
     assert root.facts is not None
     facts, plan = Facts(roots=(root.facts,)), Plan.of(PLANS[check])
     if any(strategy.inapplicable(level, facts) for strategy, level in plan):

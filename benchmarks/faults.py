@@ -277,7 +277,7 @@ def of_split(
     torch.manual_seed(3)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.learn(describe(model, (), batch))
+    root.facts = describe(model, (), batch)
     assert root.facts is not None
     if change is not None:
         root.around_forward(partial(in_parts, change, model), lasting=True)
@@ -291,7 +291,7 @@ def of_plan(rooted: Rooted, entry: zoo.Entry, change: Change) -> tuple[bool, str
     torch.manual_seed(3)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.learn(describe(model, (), batch))
+    root.facts = describe(model, (), batch)
     assert root.facts is not None
     root.around_forward(partial(always, change, model))
     plan, facts = Plan.of({"checkpointing": "all"}), Facts(roots=(root.facts,))

@@ -113,7 +113,7 @@ def rooted_with(
 ) -> HarnessRoot:
     policy = RunPolicy(whole_fits=lambda: observed)
     root = rooted(module, lambda *_: False, policy)
-    root.learn(describe(module, args, {}))
+    root.facts = describe(module, args, {})
     return root
 
 

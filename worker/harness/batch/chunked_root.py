@@ -92,7 +92,7 @@ class VerifiedLayouts(Protocol):
 
 
 NO_SAMPLES = "it holds no samples"
-UNKNOWN_GRAPH = "its autograd graph has another shape than those that were verified"
+UNKNOWN_GRAPH = "its autograd graph differs from those that were verified"
 
 
 class ChunkedRoot:
@@ -129,7 +129,7 @@ class ChunkedRoot:
         )
         self._outlines: dict[object, tuple[torch.Tensor, torch.device]] = {}
         """Shape and device of the outputs that may be delayed, by the kind of call."""
-        self._one_size = one_size
+        self.one_size = one_size
         """All chunks of a call have one size, if the number of samples allows it."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
@@ -149,19 +149,6 @@ class ChunkedRoot:
         """The script has a hook on a gradient of the root."""
         self._hooks: list[RemovableHandle] = []
         self._update_parameters()
-
-    @property
-    def even(self) -> bool:
-        """Whether the last call ran in even chunks: no chunk had to run again."""
-        return self.state.even
-
-    def resize(self, micro_batch: int) -> None:
-        """Use chunks of at most ``micro_batch`` samples from the next call on."""
-        self.micro_batch = micro_batch
-
-    def use_one_size(self, wanted: bool) -> None:
-        """Use chunks of one size from the next call on, or no longer."""
-        self._one_size = wanted
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -418,7 +405,7 @@ class ChunkedRoot:
     def refuse_listeners(self) -> None:
         """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""
         if self._listens:
-            reason = "a hook of the script on the gradients would see those of each part"
+            reason = "a hook of the script would see gradients of parts of the batch"
             raise Refused(reason, SPLIT)
 
     def backward_done(self) -> None:
@@ -435,7 +422,7 @@ class ChunkedRoot:
 
     def cut(self, size: int, eager: bool) -> list[Cut]:
         """Return the chunks of a call; ``eager``: no chunk runs again in backward."""
-        if self._one_size:
+        if self.one_size:
             return equal_cuts(size, self.micro_batch)
         return (
             cuts(0, size, self.micro_batch) if eager else cuts_for_keeping(size, self.micro_batch)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts
@@ -153,21 +152,24 @@ class Prober:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Drop the script's gradients, and let optimizers change no parameter."""
-        before = [_learning_rates(each) for each in self._optimizers.of_roots()]
+        before = [
+            (group, group["lr"])
+            for optimizer in self._optimizers.of_roots()
+            for group in optimizer.param_groups
+            if "lr" in group
+        ]
         for parameter in self._parameters:
             parameter.grad = None
         gc.collect()
         gc.freeze()  # what exists now is not garbage: later collections are short
         try:
-            for groups in before:
-                for group, rate in groups:
-                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for group, rate in before:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             yield
         finally:
             gc.unfreeze()
-            for groups in before:
-                for group, rate in groups:
-                    group["lr"] = rate
+            for group, rate in before:
+                group["lr"] = rate
 
     def measure(self, plan: Plan, size: int, rest: Rest) -> Measurement:
         """Probe ``plan``, which is applied to the root, with chunks of at most ``size`` samples.
@@ -367,7 +369,3 @@ def _cotangent(output: torch.Tensor) -> torch.Tensor:
     if output.numel() == 1:
         return torch.ones_like(output)
     return torch.randn_like(output) * SEED
-
-
-def _learning_rates(optimizer: Optimizer) -> list[tuple[dict[str, Any], Any]]:
-    return [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]

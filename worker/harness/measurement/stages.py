@@ -399,7 +399,7 @@ class Stages:
     @property
     def _gradients_of_chunks(self) -> int:
         """Bytes of the gradients that exist in a chunk, but not in a probe of the whole batch."""
-        return self._trial.suspension.gradients_of_chunks if self._trial.suspension else 0
+        return self._trial.suspension.prober.gradients_of_chunks if self._trial.suspension else 0
 
     @property
     def _blocks(self) -> int:

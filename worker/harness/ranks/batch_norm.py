@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from autofit.strategies.base import Undo
 from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.harness.torch_state.undo import temporarily
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -31,27 +32,17 @@ class SharedStatistics:
         """A check compares parts of a batch, whose statistics would differ."""
         self.remove: Undo = patches.wrap(functional, "batch_norm", self._wrap)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Within this context, all ranks compute the statistics of their samples together."""
-        before, self._together = self._together, True
-        try:
-            yield
-        finally:
-            self._together = before
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which all ranks compute their samples' statistics together."""
+        return temporarily(self, "_together", True)
 
-    @contextmanager
-    def by_sample(self) -> Iterator[None]:
-        """Within this context, fixed statistics replace those of the batch.
+    def by_sample(self) -> AbstractContextManager[None]:
+        """Return a context in which fixed statistics replace those of the batch.
 
         If a check then finds that the model treats each sample by itself, BatchNorm alone joins
         samples, and ``together`` gives it the whole batch's statistics.
         """
-        before, self._by_sample = self._by_sample, True
-        try:
-            yield
-        finally:
-            self._by_sample = before
+        return temporarily(self, "_by_sample", True)
 
     def saved(self) -> Undo:
         """Return what puts the kept statistics back as they are now."""

@@ -15,10 +15,6 @@ def _warn(reason: str) -> None:
     warnings.warn(f"autofit: a batch runs in one piece: {reason}", stacklevel=2)
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
     """Given to a root when it is made. The defaults are those of ``@autofit.resilient``."""
@@ -41,7 +37,7 @@ class RunPolicy:
     """Rescues calls that run whole when memory runs out; ``None`` for no rescue."""
     around_proof: Callable[[], AbstractContextManager[None]] = nullcontext
     """Makes a context for each check of a split: a trial leaves its failed allocations out."""
-    whole_fits: Callable[[], bool] = _never
+    whole_fits: Callable[[], bool] = lambda: False
     """Tells whether a call of the whole batch is known to fit without a plan."""
     group: RankGroup | None = None
     """The ranks of a single-process script; ``None`` if there is one process."""
