@@ -24,7 +24,7 @@ from autofit.plan import Plan
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, Weights
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 
 Forward = Callable[..., Any]

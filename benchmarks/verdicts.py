@@ -44,7 +44,7 @@ from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 
 HERE = Path(__file__).resolve().parent

@@ -53,10 +53,14 @@ from autofit.worker.harness.batch.layout import (
 )
 from autofit.worker.harness.batch.lazy_output import DelayedCall, LazyOutput, Loss, saved_by_hooks
 from autofit.worker.harness.patching.observers import Seams
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_state import Attributes, update_at_first_call
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
-from autofit.worker.harness.torch_state.modules import foreign, hooks_of_script, version_of
+from autofit.worker.harness.torch_state.modules import (
+    foreign,
+    hooks_of_script,
+    version_of,
+    without_cache,
+)
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 OnShortage = Callable[[BaseException, str, int], bool]

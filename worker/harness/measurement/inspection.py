@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,14 +33,13 @@ from autofit.worker.harness.measurement.moments import (
 )
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.timeline import timeline
-from autofit.worker.harness.measurement.trial import GRACE, TrialOver
+from autofit.worker.harness.measurement.trial import end_script
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.gradient_reads import gradient_of
 from autofit.worker.harness.session.call_runner import OUTSIDE
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import classify
@@ -402,11 +400,7 @@ class InspectedRun(Session):
         if self._tries_split:
             self.learn(roots=tuple(root.facts for root in self.roots if root.facts is not None))
         self._send()
-        self._reporter.send(Finished(steps=self.steps, stopped=True))
-        timer = threading.Timer(GRACE, os._exit, (0,))
-        timer.daemon = True
-        timer.start()
-        raise TrialOver
+        end_script(self._reporter, self.steps)
 
     def script_ended(self) -> None:
         """Report what was followed before the script ended by itself."""

@@ -23,19 +23,18 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
-from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import Deferred
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.gradient_reads import gradient_of
-from autofit.worker.harness.patching.observers import Seams, plain_backward
-from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.patching.observers import plain_backward
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.graph import edges_of, next_edges, walk
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.verification.split_check import batched_arguments
-from autofit.worker.meter import Meter, Peak
+from autofit.worker.meter import Peak
 from autofit.worker.oom.attempt import attempt_model, is_shortage
 from autofit.worker.oom.classifier import classify
 from autofit.worker.oom.frames import free_frames
@@ -111,22 +110,19 @@ class Prober:
 
     def __init__(
         self,
+        session: Session,
         root: HarnessRoot,
         args: Any,
         kwargs: Any,
         *,
-        seams: Seams,
-        optimizers: Optimizers,
-        meter: Meter,
-        facts: Facts,
         frees: bool = False,
     ) -> None:
         """``frees``: the script frees old gradients between a forward and its backward.
 
         Raises ``NotProbed`` if the call shows no batch.
         """
-        self.root, self._seams, self._optimizers = root, seams, optimizers
-        self._meter, self._facts, self._frees = meter, facts, frees
+        self.root, self._seams, self._optimizers = root, session.seams, session.optimizers
+        self._meter, self._facts, self._frees = session.meter, session.facts, frees
         batch = Batch.of(args, without_cache(root.module, kwargs))
         batched = batched_arguments(batch, root.batch_dim)
         if not batched:

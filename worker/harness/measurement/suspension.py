@@ -44,16 +44,7 @@ class Suspension:
         self.plan: Plan | None = None
         """The plan that is applied now."""
         self._session, self._clock, self._root = session, clock, root
-        self.prober = Prober(
-            root,
-            args,
-            kwargs,
-            seams=session.seams,
-            optimizers=session.optimizers,
-            meter=session.meter,
-            facts=session.facts,
-            frees=frees,
-        )
+        self.prober = Prober(session, root, args, kwargs, frees=frees)
         self._stack = ExitStack()
         self._stack.enter_context(inside(session.seams))
         self._stack.enter_context(session.seams.suspended())

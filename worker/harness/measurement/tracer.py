@@ -313,18 +313,17 @@ class Tracer:
             epsilon=self._epsilon,
             buckets=shape_of(len(rows))[1],
             start=pack([self._start]),
-            steps=tuple(self._packed(step) for step in self._steps),
+            steps=tuple(
+                TracedStep(
+                    losses=step.losses,
+                    inputs=pack([torch.stack(step.inputs).sum(0)]) if step.inputs else "",
+                    gradients=self._table(step.gradients) if step.gradients else "",
+                    changes=self._table(step.changes),
+                    drew=step.drew,
+                )
+                for step in self._steps
+            ),
             sensitivity=sensitivity,
-        )
-
-    def _packed(self, step: _Step) -> TracedStep:
-        inputs = torch.stack(step.inputs).sum(0) if step.inputs else None
-        return TracedStep(
-            losses=step.losses,
-            inputs="" if inputs is None else pack([inputs]),
-            gradients=self._table(step.gradients) if step.gradients else "",
-            changes=self._table(step.changes),
-            drew=step.drew,
         )
 
     def _table(self, found: dict[int, torch.Tensor]) -> str:

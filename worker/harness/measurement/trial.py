@@ -31,7 +31,6 @@ from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.measurement.leaks import Graphs
 from autofit.worker.harness.measurement.probe import NotProbed, has_gradients
 from autofit.worker.harness.measurement.same_batches import SameBatches
-from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.stages import OBSERVED, Schedule, Stages
 from autofit.worker.harness.measurement.suspension import Suspension
 from autofit.worker.harness.measurement.tracer import Tracer
@@ -44,10 +43,10 @@ from autofit.worker.harness.ranks import bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Graph
 from autofit.worker.harness.session.rank_agreement import RankAgreement
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
+from autofit.worker.harness.torch_state.frames import source_digests
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
@@ -84,6 +83,15 @@ GRACE = 10.0
 
 class TrialOver(BaseException):
     """Ends the script after the last plan; not an ``Exception``: training loops catch those."""
+
+
+def end_script(reporter: Reporter, steps: int) -> NoReturn:
+    """Tell the parent that the script was stopped, and end it; soon also one that goes on."""
+    reporter.send(Finished(steps=steps, stopped=True))
+    timer = threading.Timer(GRACE, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    raise TrialOver
 
 
 class Trial(Session):
@@ -324,11 +332,7 @@ class Trial(Session):
 
     def _end(self) -> NoReturn:
         self.over = True
-        self._reporter.send(Finished(steps=self.steps, stopped=True))
-        timer = threading.Timer(GRACE, os._exit, (0,))
-        timer.daemon = True
-        timer.start()
-        raise TrialOver
+        end_script(self._reporter, self.steps)
 
     def script_ended(self) -> None:
         """Report the measurements that were complete before the script ended by itself."""
@@ -654,7 +658,7 @@ class Trial(Session):
             return
         if (window.check or self.is_known(window.plan)) and window.plan not in self._verified:
             self._verified.add(window.plan)
-            sources = digests(self._request.script.cwd)
+            sources = source_digests(self._request.script.cwd)
             self._ranks.tell(Verified(plan=window.plan, sources=sources))
         if window.check:
             window.counted.append(step)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
-from autofit.strategies.base import Forward, Shards, Undo, Wrapper
+from autofit.strategies.base import Forward, Root, Shards, Undo, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
@@ -54,24 +54,10 @@ MEMBERS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGIST
 """Attributes that ``fully_shard`` sets on modules and needs for the compiler only."""
 
 
-class Owner(Protocol):
-    """What sharding needs of the root (``session.root.HarnessRoot``)."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-
-    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
-        """Put ``wrapper`` around each forward of the root."""
-
-    def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each call of a submodule."""
-
-
 class ShardedWeights:
     """The sharded weights of one root. They stay sharded for the life of the process."""
 
-    def __init__(self, owner: Owner, whole: WholeTensors, shards: Shards) -> None:
+    def __init__(self, owner: Root, whole: WholeTensors, shards: Shards) -> None:
         self._owner = owner
         self._whole = whole
         self._shards = shards

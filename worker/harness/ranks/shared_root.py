@@ -27,8 +27,7 @@ from autofit.worker.harness.ranks.lockstep import (
     same_weights,
 )
 from autofit.worker.harness.ranks.shared_call import DividedCalls, Owner
-from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.modules import transformed, without_cache
 from autofit.worker.harness.torch_state.undo import temporarily
 
 LEAST = 1 / 20

@@ -49,10 +49,9 @@ from autofit.worker.harness.torch_state.graph import (
     walk,
 )
 from autofit.worker.harness.torch_state.guarded import beside
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.module_state import PLAIN_TYPES
-from autofit.worker.harness.torch_state.modules import version_of
+from autofit.worker.harness.torch_state.modules import version_of, without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.oom.attempt import attempt

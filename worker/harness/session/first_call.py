@@ -14,7 +14,7 @@ from autofit.worker.harness.session import script_facts
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.guarded import beside
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.fixed_draws import FixedDraws, without_dropout

@@ -22,8 +22,7 @@ from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.first_steps import FirstStepsMeter
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import shows_in_calls

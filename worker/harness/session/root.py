@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +39,14 @@ from autofit.worker.harness.ranks.batch_norm import has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.shared_call import DividedCalls
 from autofit.worker.harness.ranks.shared_root import SharedRoot
+from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session.root_calls import RootCalls
-from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
 from autofit.worker.harness.torch_state.frames import mentioned
 from autofit.worker.harness.torch_state.graph import Shapes
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
-from autofit.worker.harness.torch_state.modules import copied, is_paged, unwrapped
+from autofit.worker.harness.torch_state.modules import copied, is_paged, unwrapped, without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
 from autofit.worker.harness.torch_state.undo import take_back, together
@@ -61,6 +61,38 @@ if TYPE_CHECKING:
     from autofit.worker.harness.ranks.sharded_weights import ShardedWeights
 
 BLOCKS = counting(Number.BLOCKS)
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"autofit: a batch runs in one piece: {reason}", stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPolicy:
+    """Given to a root when it is made. The defaults are those of ``@autofit.resilient``."""
+
+    strict: bool = False
+    """The plan is measured: a technique must fail instead of falling back to another one."""
+    may_run_whole: bool = True
+    """A later batch that cannot be split runs in one piece. A trial refuses it instead, because
+    it would measure the wrong plan."""
+    tell_whole: Callable[[str], None] = _warn
+    """Called with the reason when a batch of a split root runs in one piece."""
+    verifies: bool = True
+    """New kinds of calls are verified. A real run does not, if an earlier process has verified
+    something of the root: such calls run whole."""
+    compares: bool = True
+    """The model's outputs can be compared. Those of a fake GPU have no numbers."""
+    rescues_evaluation: bool = False
+    """Calls without gradients run in parts where they do not fit, under any plan."""
+    standby: Standby | None = None
+    """Rescues calls that run whole when memory runs out; ``None`` for no rescue."""
+    around_proof: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context for each check of a split: a trial leaves its failed allocations out."""
+    whole_fits: Callable[[], bool] = lambda: False
+    """Tells whether a call of the whole batch is known to fit without a plan."""
+    group: RankGroup | None = None
+    """The ranks of a single-process script; ``None`` if there is one process."""
 
 
 class HarnessRoot(RootCalls):

@@ -37,8 +37,7 @@ from autofit.worker.harness.session import script_facts, uncalled_model
 from autofit.worker.harness.session.call_runner import OUTSIDE, CallRunner
 from autofit.worker.harness.session.calls_per_step import CallsPerStep, LeadingOptimizer
 from autofit.worker.harness.session.first_call import with_samples
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.verification.plan_check import prove

@@ -28,7 +28,6 @@ from autofit.strategies.base import Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.support.block_levels import ALL
 from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
 from autofit.worker.harness.torch_state.compile_state import uncompiled
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.module_state import (
     Change,
@@ -36,7 +35,12 @@ from autofit.worker.harness.torch_state.module_state import (
     different_updates,
     updates_since,
 )
-from autofit.worker.harness.torch_state.modules import gathered, is_paged, moves_together
+from autofit.worker.harness.torch_state.modules import (
+    gathered,
+    is_paged,
+    moves_together,
+    without_cache,
+)
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.verification.fixed_draws import without_dropout
