@@ -216,12 +216,12 @@ class ChunkedRoot:
         self._update_parameters()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
-        if not self._layout(batch).size(batch):
+        if not self._find_layout(batch, gradients=True).size(batch):
             raise Refused(NO_SAMPLES)
 
     def _split(self, forward: Forward, batch: Batch) -> Any:
         for last in (False, True):
-            layout = self._layout(batch)
+            layout = self._find_layout(batch, gradients=True)
             if not layout.size(batch):
                 raise Refused(NO_SAMPLES)
             start = RandomState.now() if layout.draws else None
@@ -308,17 +308,13 @@ class ChunkedRoot:
         known = self._outlines.get(self._kind(batch))
         if known is None or self._listens or _requires_gradients(batch):
             return None
-        layout = self._layout(batch)
+        layout = self._find_layout(batch, gradients=True)
         if len(self.cut(layout.size(batch), eager=True)) < 2:
             return None
         self._ignore_updated_buffers(layout)
         delayed = DelayedCall(self, forward, batch, layout, call, enter)
         self.seams.delayed_calls.add(delayed)
         return LazyOutput.of(delayed, *known)
-
-    def end_delay(self, call: DelayedCall) -> None:
-        """Notice that a delayed call has run."""
-        self.seams.delayed_calls.discard(call)
 
     def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a delayed call with its loss; return the loss and the output."""
@@ -403,7 +399,7 @@ class ChunkedRoot:
         ``incoming`` has the gradient of each output that the script uses. ``state`` and
         ``ambient`` are the random state and the autocast state of the forward.
         """
-        call = ChunkedCall(self, forward, batch, self._layout(batch))
+        call = ChunkedCall(self, forward, batch, self._find_layout(batch, gradients=True))
         call.finish(incoming, parameters, state, ambient)
 
     def refuse_listeners(self) -> None:
@@ -416,13 +412,6 @@ class ChunkedRoot:
         """Notice that the backward of a call has ended."""
         if self._reduction is not None:
             self._reduction.backward_done()
-
-    def _layout(self, batch: Batch) -> Layout:
-        layout = self._find_layout(batch, gradients=True)
-        if not layout.fits(batch):
-            reason = "the model's arguments do not all have the same number of samples"
-            raise Refused(reason, SPLIT)
-        return layout
 
     def cut(self, size: int, eager: bool) -> list[Cut]:
         """Return the chunks of a call; ``eager``: no chunk runs again in backward."""

@@ -1,5 +1,6 @@
 """Outputs of a divided call whose entries are there only if the script uses them.
 
+``DelayedOutput`` is the base of these and of outputs that wait for their loss (``lazy_output``).
 A model that gets labels returns its loss and its logits. Few scripts read the logits. Those of the
 whole batch may need as much memory as the weights. Chunks compute them again (``late_rows``), and
 ranks gather them (``ranks.shared_call``).

@@ -32,7 +32,7 @@ from autofit.worker.harness.batch.late_output import (
     materialize,
 )
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.patching.observers import plain_backward
+from autofit.worker.harness.patching.observers import Seams, plain_backward
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 TOO_LATE = "the script asks for the gradient of the model's output after computing the loss"
@@ -101,15 +101,13 @@ class Caller(Protocol):
     """What a delayed call needs of its root (``chunked_root.ChunkedRoot``)."""
 
     state: CallState
+    seams: Seams
 
     def state_version(self) -> object:
         """Return a value that changes with the root's mode, weights or buffers."""
 
     def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the call with the loss as its last operation; return the loss and the output."""
-
-    def end_delay(self, call: DelayedCall) -> None:
-        """Notice that the call has run."""
 
 
 class DelayedCall:
@@ -194,7 +192,7 @@ class DelayedCall:
         self._output = output
         self.batch = Batch([], self.batch.spec)
         self._run = lambda *_: output
-        self._caller.end_delay(self)
+        self._caller.seams.delayed_calls.discard(self)
 
     def _check(self) -> None:
         if self._version() != self._version_at_call:

@@ -17,6 +17,7 @@ from autofit.strategies.base import Undo
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.torch_state.undo import temporarily
 
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Kernel = Callable[..., torch.Tensor]
 
 
@@ -25,7 +26,8 @@ class SharedStatistics:
 
     def __init__(self, patches: Patches, module: nn.Module) -> None:
         """``module``: the model; the statistics are kept by its BatchNorms."""
-        self._keepers = [weakref.ref(each) for each in module.modules() if _is_batch_norm(each)]
+        norms = (each for each in module.modules() if isinstance(each, BATCH_NORM))
+        self._keepers = [weakref.ref(each) for each in norms]
         self._together = False
         """The running call is divided among ranks."""
         self._by_sample = False
@@ -92,11 +94,7 @@ class SharedStatistics:
 
 def has_batch_norm(module: nn.Module) -> bool:
     """Return whether a model has a BatchNorm."""
-    return any(map(_is_batch_norm, module.modules()))
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return any(isinstance(each, BATCH_NORM) for each in module.modules())
 
 
 def _fixed(input: torch.Tensor, running: torch.Tensor | None, default: float) -> torch.Tensor:

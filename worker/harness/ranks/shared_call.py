@@ -190,8 +190,6 @@ class DividedCalls:
         layout, reason = None, ""
         try:
             layout = find()
-            if not layout.fits(batch):
-                layout, reason = None, "the arguments do not all have the same number of samples"
         except Refused as refusal:
             reason = str(refusal)
         told = str(plain_layout(layout)) if layout is not None else None

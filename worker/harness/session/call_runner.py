@@ -32,7 +32,7 @@ TRANSFORMED = "the script calls the model inside a transform of torch.func"
 
 
 class CallRunner:
-    """Runs the calls of a session's roots. The session decides what the first methods say."""
+    """A session, as far as it runs the calls of its roots. Subclasses make the decisions."""
 
     meter: Meter
     phases: Phases

@@ -3,8 +3,8 @@
 A session meets the roots, applies a plan to each at its next call, and notices shortages of memory.
 A subclass decides which plan applies and what follows from a refusal or a shortage:
 ``measurement.trial.Trial`` measures plan after plan at step boundaries, ``real_run.RealRun``
-trains. The methods up to ``describe_uncalled_model`` are its decisions; none of the others is
-overridden.
+trains. Its decisions are the first methods of ``CallRunner``, up to its calls, and those of
+``Session`` up to ``describe_uncalled_model``; none of the others is overridden.
 """
 
 from __future__ import annotations

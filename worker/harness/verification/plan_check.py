@@ -425,22 +425,21 @@ def _effects_with_and_without(
     All samples run if the model cannot run on a few: the nodes of a graph, or a batch with state
     from the previous call.
     """
-    ways = _ways(root)
-    if not (_size(batch) and pointing(batch, _layout(batch))):
-        try:
-            return _first_that_fits(root, plan, batch, call, ways)
-        except _Indivisible:
-            pass
-    size = _size(batch)
-    every = dict.fromkeys(way._replace(most=size) for way in ways)
-    return _first_that_fits(root, plan, batch, call, [*every])
+    ways, size, both = _ways(root), _size(batch), None
+    if not (size and pointing(batch, _layout(batch))):
+        both = _first_that_fits(root, plan, batch, call, ways)
+    if both is None:
+        every = dict.fromkeys(way._replace(most=size) for way in ways)
+        both = _first_that_fits(root, plan, batch, call, [*every])
+    assert both is not None, "the model runs on all samples"
+    return both
 
 
 def _first_that_fits(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
-) -> tuple[Effects, Effects]:
-    """Apply ``plan``; return both effects from the first of ``ways`` that fits in memory."""
-    outcome: Outcome[tuple[Effects, Effects]] | None = None
+) -> tuple[Effects, Effects] | None:
+    """Apply ``plan``; return what ``_effects_of_way`` does for the first of ``ways`` that fits."""
+    outcome: Outcome[tuple[Effects, Effects] | None] | None = None
     for name, most, saved in ways:
         run = partial(_effects_of_way, root, plan, batch, most, saved, (name, most, *call))
         if moves_together(root.module):
@@ -451,10 +450,6 @@ def _first_that_fits(
         root.take_back()
     assert outcome is not None, "there is always a way"
     return outcome.result()
-
-
-class _Indivisible(Exception):
-    """The model runs on all samples of a call or on none."""
 
 
 def _ways(root: CheckedRoot) -> list[Way]:
@@ -489,11 +484,11 @@ def _effects_of_way(
     most: int,
     saved: Saved,
     key: tuple[object, ...],
-) -> tuple[Effects, Effects]:
+) -> tuple[Effects, Effects] | None:
     """Apply ``plan``; return the effects of up to ``most`` samples without it and under it.
 
-    ``key``: names the plain result, which later checks in the same call reuse. Raises
-    ``_Indivisible`` if the model fails on fewer samples without the plan too.
+    ``key``: names the plain result, which later checks in the same call reuse. Returns ``None`` if
+    the model runs on all samples of a call only: it fails on fewer without the plan too.
     """
     sharded = moves_together(root.module)
     samples = _samples(batch, most)
@@ -505,7 +500,8 @@ def _effects_of_way(
         except RuntimeError as error:
             if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
                 raise
-            raise _Indivisible from error
+            free_frames(error)
+            return None
         root.proof.plain_results[key] = plain
     root.apply(plan)
     if is_paged(root.module) and root.checkpointed_blocks is None:

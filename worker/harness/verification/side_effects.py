@@ -118,7 +118,7 @@ def refuse_other_changes(
             continue
         if key[0].startswith("buffer"):
             raise Refused(f"the model changes its {key[0]} in every forward")
-        raise Refused(f"the model stores something in forward for later: its {key[0]}")
+        raise Refused(f"the model keeps something of its forward for later: its {key[0]}")
 
 
 def refuse_changes_in_backward(after: Snapshot, now: Snapshot) -> None:
