@@ -78,7 +78,7 @@ def render(result: Result) -> str:
 def settings(result: Result) -> Carried:
     """Return the arguments for the plan of ``result``, each as code, with the callback's."""
     found = arguments(result)
-    cpu = result.hardware.device == "cpu"
+    cpu = result.hardware.on_host
     found.fields = {
         "accelerator": '"cpu"' if cpu else '"gpu"',
         "devices": str(result.devices),

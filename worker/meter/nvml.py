@@ -16,6 +16,7 @@ from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
+from autofit.worker.meter.base import Card, Holder
 from autofit.worker.meter.toolchain import cannot_compile
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -25,42 +26,6 @@ STARTING = 32 << 20
 """Bytes of a starting process that the driver does not name yet: 18 MiB for 20 ms on an H200."""
 ATTEMPTS = 4
 """Largest number of readings until two in a row are equal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A process with memory on a card."""
-
-    pid: int
-    """The driver's number of the process; inside a container it may have another."""
-    name: str
-    """Name of its program; empty if unknown."""
-    size: int | None
-    """Bytes that it holds; ``None`` if unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """The state of a GPU, or of a MIG instance, at one moment."""
-
-    entry: str
-    """The value of ``CUDA_VISIBLE_DEVICES`` that shows a process this card alone."""
-    uuid: str
-    hardware: Hardware
-    free: int
-    """Free bytes."""
-    held: int
-    """Bytes that processes hold, including those that the driver does not name."""
-    holders: tuple[Holder, ...]
-    """The processes that the driver names; in a container there may be none."""
-    mig: bool = False
-    measured: bool = True
-    """``False`` if the free memory is unknown; ``free`` is then the size of the card."""
-
-    @property
-    def label(self) -> str:
-        """Name of the card in messages."""
-        return f"GPU {self.entry}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
