@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.analysis.result import Result
-from autofit.export.carried import Carried, comments, parts, samples_a_device
-from autofit.export.header import launched_with
+from autofit.export.carried import Carried, comments, launched_with, parts, samples_a_device
 from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import ScriptPart
 

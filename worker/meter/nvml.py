@@ -7,17 +7,20 @@ If a GPU is divided into MIG instances, each instance is a card.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import util
 from pathlib import PurePath
 from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
 from autofit.worker.meter.base import Card, Holder
-from autofit.worker.meter.toolchain import cannot_compile
+from autofit.worker.meter.build import COMPILERS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_BYTES = 8 << 20
@@ -89,15 +92,6 @@ def driver_version() -> str:
     """Return the driver's version; raise ``WorkerError`` if it does not answer."""
     with _driver() as nvml:
         return str(nvml.nvmlSystemGetDriverVersion())
-
-
-def count() -> int:
-    """Return how many cards this process may use; 0 if the driver does not answer."""
-    try:
-        with _driver() as nvml:
-            return len(_handles(nvml))
-    except WorkerError:
-        return 0
 
 
 def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
@@ -277,3 +271,14 @@ def _program(nvml: Any, pid: int) -> str:
         return ""
     text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
     return PurePath(text.split(" ", 1)[0]).name
+
+
+def cannot_compile() -> str | None:
+    """Return why ``torch.compile`` cannot work for a GPU; ``None`` if nothing is missing."""
+    if sys.platform == "win32":
+        return "Triton has no release for Windows"
+    if util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", *COMPILERS)):
+        return "Triton needs a C compiler, and there is none on the PATH"
+    return None
