@@ -151,7 +151,7 @@ class Training:
     """The training for which another program gets its settings."""
 
     device: str
-    """The type of the device: ``"cuda"`` or ``"cpu"``."""
+    """torch's name of the device's type, such as ``"cuda"``."""
     facts: Facts
     fsdp: bool = False
     """Whether the program shards the weights by FSDP."""

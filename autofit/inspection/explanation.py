@@ -153,7 +153,7 @@ def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
 
 
 def _check_snapshot(hardware: Hardware, path: Path) -> None:
-    if hardware.device != "cuda":
+    if hardware.on_host:
         raise UsageError(
             f"--snapshot {path}: PyTorch records memory snapshots of GPUs only; this machine has"
             " none, so leave it out"
@@ -196,7 +196,7 @@ def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Ca
             allocated=plain.allocated if plain else 0,
             reserved=plain.reserved if plain else 0,
             context=plain.device - plain.reserved if plain else 0,
-            cuda=hardware.device == "cuda" and plain is not None,
+            cuda=not hardware.on_host and plain is not None,
         )
 
     candidates = [

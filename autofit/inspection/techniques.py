@@ -69,7 +69,7 @@ def techniques(
     predictor = Predictor(timeline, facts)
     as_it_is = predictor.peak(Plan())
     found = [
-        _technique(plan, predictor, facts, measured, as_it_is, cuda=hardware.device == "cuda")
+        _technique(plan, predictor, facts, measured, as_it_is, cuda=not hardware.on_host)
         for plan in single_plans(facts, hardware)
     ]
     useful = [each for each in found if each.freed > LEAST * as_it_is]

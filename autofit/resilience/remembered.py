@@ -13,13 +13,14 @@ from typing import TypeVar
 import torch
 
 from autofit.exceptions import AutofitError
+from autofit.facts import HOST
 from autofit.resilience.call_key import Key, digest
 from autofit.storage import FittedKey, default_url
 from autofit.storage.url import exists
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
 from autofit.worker.meter import accelerator
-from autofit.worker.meter.cpu import ShimMeter
+from autofit.worker.meter.kinds.cpu import ShimMeter
 
 log = logging.getLogger("autofit.resilient")
 
@@ -99,9 +100,9 @@ class Memory:
 
 def _device() -> tuple[str, int]:
     """Return the name of the device, and the bytes of its memory that this process may use."""
-    if accelerator.device() != "cpu":
+    if accelerator.device() != HOST:
         return accelerator.name(), accelerator.usable()
-    hardware = meter.hardware("cpu")
+    hardware = meter.hardware(HOST)
     shim = ShimMeter.loaded()
     return hardware.name, (shim.capacity if shim else None) or hardware.total_bytes
 

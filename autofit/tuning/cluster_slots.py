@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
 from autofit.tuning.cards import SHARE, WHOLE
 from autofit.tuning.local_slots import LocalSlots, Say
 from autofit.tuning.options import SearchOptions
@@ -105,7 +106,7 @@ class ClusterSlots(LocalSlots):
         arrived = self._gather()
         found = {slot: each for slot, each in arrived if isinstance(each, Found)}
         self._model = self._typical([*found.values()])
-        if self._model is not None and self.device == "cuda":
+        if self._model is not None and self.device != HOST:
             same = [e for e in found.values() if e.hardware.name == self._model.hardware.name]
             self._needed = self._bytes_needed(same)
         for slot, each in arrived:
@@ -119,7 +120,7 @@ class ClusterSlots(LocalSlots):
             raise WorkerError(f"no machine of the cluster can be used: {why or NO_WORKER}")
         self.hardware = min((each.hardware for each in used), key=lambda h: h.total_bytes)
         self.free = min(each.free for each in used)
-        if self.device == "cpu":
+        if self.device == HOST:
             self.free //= self.ranks
         self.count = len(used)
         self.versions = dict(used[0].versions)

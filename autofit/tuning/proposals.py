@@ -182,7 +182,7 @@ class Proposer:
             drifted=history.now.drifted,
             facts=study.facts,
             budget=study.budget,
-            cuda=self._hardware.device == "cuda",
+            cuda=not self._hardware.on_host,
             horizon=history.options.horizon,
             seconds_left=history.seconds_left(),
             link=self._hardware.link,

@@ -25,7 +25,7 @@ from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.torch_state.compile_state import CompileClock, is_compiled, uncompiled
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch
-from autofit.worker.meter.toolchain import cannot_compile
+from autofit.worker.meter.nvml import cannot_compile
 from autofit.worker.records.trials import LaunchRequest, Measurement, Script, TrialReport, Verdict
 from tests.roots import Rooted
 from tests.strategies.models import Parts

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from autofit.facts import HOST
 from autofit.strategies.base import Undo
 from autofit.worker.harness.torch_state import frames
 from autofit.worker.harness.torch_state.undo import together
@@ -85,7 +86,7 @@ FULL = frozenset(
         "smooth_l1_loss",
     }
 )
-"""Operations that autocast on CUDA computes in float32. On the CPU, most keep the input's type."""
+"""Operations that autocast on a GPU computes in float32. On the CPU, most keep the input's type."""
 FULL_ON_CPU = frozenset(
     {"_log_softmax", "_softmax", "nll_loss_forward", "mse_loss", "smooth_l1_loss", "huber_loss"}
 )
@@ -187,7 +188,7 @@ class Operation:
 
 def allocator_of(meter: Meter) -> Allocator | None:
     """Return the allocator of the meter's device; ``None`` if it has not started yet."""
-    if meter.device == "cpu":  # its meter counts what was requested, by every use of libc10
+    if meter.device == HOST:  # its meter counts what was requested, by every use of libc10
         return Allocator(lambda: (meter.current(), meter.peak().allocated, 0), meter.reset)
     if not accelerator.started():
         return None
@@ -271,6 +272,7 @@ class AllocationLog(TorchDispatchMode):
         self.now = 0
         """Index of the present operation."""
         self._device = device
+        self._apart = device != HOST
         self._phase = phase
         self._find_allocator = allocator
         self._allocator: Allocator | None = None
@@ -453,7 +455,7 @@ class AllocationLog(TorchDispatchMode):
             if size != known.size:  # resized, as FSDP does to free memory
                 known.size = size
             return known
-        if not storage.resizable() or (self._device == "cpu" and storage.is_shared()):
+        if not storage.resizable() or (not self._apart and storage.is_shared()):
             return None
         made = Allocation(
             size=storage.nbytes(),
@@ -465,7 +467,7 @@ class AllocationLog(TorchDispatchMode):
             module=self.modules.running(),
             width=int(tensor.shape[-1]) if tensor.ndim else 1,
             is_float=tensor.dtype == torch.float32,
-            lowered=_lowered(name, tensor, inputs, FULL if self._device == "cuda" else FULL_ON_CPU),
+            lowered=_lowered(name, tensor, inputs, FULL if self._apart else FULL_ON_CPU),
             block=self._block(),
             key=key,
         )

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
+from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.support.bitsandbytes import SMALL
@@ -112,7 +113,7 @@ class InspectedRun(Session):
     def start(self) -> None:
         """Attach to torch, and follow all tensors from now on."""
         super().start()
-        if self._asked_for.snapshot and self.meter.device == "cuda":
+        if self._asked_for.snapshot:
             accelerator.record_allocations()
         self._reporter.send(PlanStarted(index=0))
         self._log.attach()
@@ -332,20 +333,15 @@ class InspectedRun(Session):
                     for block in blocks
                 ],
                 classes=classes,
-                cuda=self.meter.device == "cuda",
+                on_host=self.meter.device == HOST,
             ),
             steps=self._followed,
             growths=growths,
-            snapshot=self._snapshot(),
+            snapshot=accelerator.recorded_allocations() if self._asked_for.snapshot else None,
             uncompiled=self._compiles,
             work=None if self._fake_gpu is None else self._fake_gpu.mode.work,
         )
         self._log.detach()
-
-    def _snapshot(self) -> bytes | None:
-        if not (self._asked_for.snapshot and self.meter.device == "cuda"):
-            return None
-        return accelerator.recorded_allocations()
 
     def _plain(self) -> PlainSteps | None:
         if not self._seconds and self._asked_for.plain:

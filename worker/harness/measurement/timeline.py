@@ -26,7 +26,7 @@ IN_PRODUCTS = PRODUCTS | PRODUCTS_BACKWARD
 
 
 def timeline(
-    log: AllocationLog, first: int, *, blocks: Sequence[str], classes: int, cuda: bool
+    log: AllocationLog, first: int, *, blocks: Sequence[str], classes: int, on_host: bool
 ) -> Timeline | None:
     """Return the timeline of the operations from ``first`` on; ``None`` if none were measured.
 
@@ -35,13 +35,13 @@ def timeline(
         first: Index of the first operation of the step.
         blocks: The paths of the model's repeated blocks, in the order of the forward pass.
         classes: Outputs of the model's head; 0 without a head.
-        cuda: Whether autocast follows the rules of CUDA, not those of the CPU.
+        on_host: Whether autocast follows the rules of the CPU, not those of an accelerator.
     """
     executed = {index: each for index, each in log.executed.items() if index >= first}
     if not executed:
         return None
     last = max(executed)
-    step = _Step(executed, first, last, classes, FULL if cuda else FULL_ON_CPU)
+    step = _Step(executed, first, last, classes, FULL_ON_CPU if on_host else FULL)
     inside = [
         each
         for each in log.all()

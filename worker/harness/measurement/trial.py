@@ -37,7 +37,7 @@ from autofit.worker.harness.measurement.tracer import Tracer
 from autofit.worker.harness.measurement.window import RefusedAllocations, Step, Window
 from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
+from autofit.worker.harness.patching.first_device_call import before_device_starts, holds_context
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.ranks import bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
@@ -170,7 +170,7 @@ class Trial(Session):
         """Attach to torch; pause a prepared process before it starts CUDA."""
         super().start()
         if self._request.prepared:
-            before_cuda_starts(self.seams.patches, self._pause)
+            before_device_starts(self.seams.patches, self._pause)
 
     def _pause(self) -> None:
         """In a prepared process, wait until a launch uses it, and continue with its request."""

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from autofit.strategies.base import Undo
+from autofit.strategies.support.device import on_accelerator
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.torch_state.host_saved import host_bytes
@@ -270,7 +271,8 @@ class PagedParameters:
         if page.changed:
             whole, own, rest = self._parts(storage)
             if page.own is None:
-                page.own = host_bytes(len(own) + len(rest), pinned=storage.device.type == "cuda")
+                pinned = on_accelerator(storage.device)
+                page.own = host_bytes(len(own) + len(rest), pinned=pinned)
             page.own[: len(own)].copy_(own)
             page.own[len(own) :].copy_(rest)
             page.changed = False

@@ -33,6 +33,7 @@ from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
 from autofit.strategies.base import Forward, Root, Shards, Undo, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.support.device import on_accelerator
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters
@@ -254,7 +255,7 @@ class ShardedWeights:
         mesh = self._whole.mesh(device, self._shards.groups)
         policy = OffloadPolicy()
         if self._shards.on_host:
-            policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            policy = CPUOffloadPolicy(pin_memory=on_accelerator(device))
         precision = MixedPrecisionPolicy()
         if self._shards.half:  # gradients are summed as they are kept
             precision = MixedPrecisionPolicy(
