@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts
@@ -64,7 +64,6 @@ class Checkpointing(Strategy):
     lowers = frozenset({Memory.ACTIVATIONS})
     replays = True
     number = Number.BLOCKS
-    removed: ClassVar[Mapping[str, str]] = {"selective": ALL}
     levels = (
         Level(name=AS_IS, summary="as the script has it", ordered=True),
         Level(
