@@ -525,7 +525,8 @@ class Strategy(ABC):
         for level in self.levels:
             if level.name == name:
                 return level
-        if self.number is not None and _is_positive(name):
+        plain = name.isascii() and name.isdigit() and name == str(int(name)) and name != "0"
+        if self.number is not None and plain:
             return self.numbered(name)
         names = [level.name for level in self.levels]
         unknown = f"{self.name} has no level {name!r}"
@@ -706,8 +707,3 @@ class Strategy(ABC):
         Returns how to take the change back; ``None`` when there is nothing to take back.
         """
         return None
-
-
-def _is_positive(name: str) -> bool:
-    """Return whether ``name`` is a positive integer as Python writes it."""
-    return name.isascii() and name.isdigit() and name == str(int(name)) and name != "0"
