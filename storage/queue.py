@@ -400,11 +400,6 @@ class Queue:
                 session.execute(delete(Upload).where(Upload.digest.in_(found), ~users))
         return len(found)
 
-    def has_upload(self, digest: str) -> bool:
-        """Return whether an archive is stored."""
-        with self._store.reading() as session:
-            return _has_upload(session, digest)
-
     def upload(self, digest: str) -> bytes:
         """Return an archive."""
         with self._store.reading() as session:

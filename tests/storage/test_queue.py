@@ -243,11 +243,12 @@ def test_uploads_are_deleted_when_no_search_needs_them(queue: Queue) -> None:
     queue.finish(ended, None)
     now = datetime.now(UTC)
     assert queue.delete_uploads(queue.search(ended.id).ended or now) == 1, "nobody used cc"
-    assert not queue.has_upload("cc")
+    with pytest.raises(UsageError, match="no longer stored"):
+        queue.upload("cc")
     assert queue.delete_uploads(datetime.now(UTC)) == 1
     with pytest.raises(UsageError, match="no longer stored"):
         queue.upload("bb")
-    assert queue.has_upload("aa")
+    assert queue.upload("aa") == b"archive"
     queue.cancel(waits.id, "alice")
     queue.add_upload("aa", b"archive")
     assert queue.delete_uploads(queue.search(waits.id).ended or now) == 0, "it was sent again"
