@@ -253,7 +253,7 @@ def _switch_on(module: Any, level: str, blocks: Sequence[Any]) -> Undo:
 
     if level != ALL and not layers:
         undo()
-        raise Refused("this model's own checkpointing has no switch for each block")
+        raise Refused("this model's own checkpointing cannot checkpoint single blocks")
     return undo
 
 

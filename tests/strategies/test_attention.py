@@ -94,7 +94,7 @@ def test_a_model_that_writes_it_out_is_switched(
 def test_it_is_proven_though_it_drops_otherwise(rooted: Rooted) -> None:
     module, kwargs = model("Bert", attention_probs_dropout_prob=0.5), batch("Bert")
     held = rooted(module)
-    held.learn(learn.describe(module, (), kwargs))
+    held.facts = learn.describe(module, (), kwargs)
     assert held.facts is not None
     assert held.facts.attention == "eager"
     assert held.facts.dropout
