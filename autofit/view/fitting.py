@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from autofit.inspection.fitting import Fit, FittingPlan
+from autofit.inspection.card_fits import FittingPlan
+from autofit.inspection.fitting import Fit
 from autofit.units import format_size
 from autofit.view import words
 from autofit.view.explanation import kinds

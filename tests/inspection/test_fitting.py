@@ -14,12 +14,15 @@ from autofit.cli import main
 from autofit.cli.out import render, show
 from autofit.exceptions import UsageError
 from autofit.facts import Facts
+from autofit.inspection.card_fits import CardFits
 from autofit.inspection.cards import MODELS, model_named, models_named
+from autofit.inspection.launches import Outcome
 from autofit.inspection.roofline import relative_time
 from autofit.plan import Plan
 from autofit.view import fitting as view
-from autofit.worker.records.inspection import Kind, Work
+from autofit.worker.records.inspection import Inspected, Kind, Moment, Part, Work
 from tests.inspection import by_hand
+from tests.inspection.test_prediction import FACTS, timeline
 
 WIDTH = 1024
 LAYERS = 4
@@ -64,6 +67,7 @@ scaler = torch.amp.GradScaler("cuda")
 event = torch.cuda.Event(enable_timing=True)
 for x, y in loader:
     x, y = x.to(device, non_blocking=True), y.cuda()
+    assert not isinstance(x, torch._subclasses.FakeTensor), "nothing is compiled"
     assert x.is_cuda and x.get_device() == 0 and y.device == torch.device("cuda:0")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), y)
@@ -196,6 +200,42 @@ def test_the_table_is_harmless_and_tells_guesses(capsys: pytest.CaptureFixture[s
     assert "3 numbers were not known" in printed
     assert printed.count("a guess decides the path at ") == 1
     assert "\x1b" not in printed
+
+
+@pytest.mark.quick
+def test_a_card_gets_the_least_change_and_the_fastest_that_fit() -> None:
+    small_step = timeline()
+    unit = 80 << 20
+    lives, lowered = (
+        tuple(each._replace(size=unit * each.size) for each in of)
+        for of in (small_step.lives, small_step.lowered)
+    )
+    peaks = tuple(unit * each for each in small_step.peaks)
+    step = replace(small_step, lives=lives, lowered=lowered, peaks=peaks)
+    moment = Moment(
+        phase="backward", peak=max(peaks), parts=(Part(kind=Kind.OTHER, size=max(peaks)),)
+    )
+    work = Work(products=1e14, half_products=0.0, traffic=1e11, launches=1000)
+    inspected = Inspected(moments=(moment,), plain=None, timeline=step, work=work, steps=1)
+    fits = CardFits(Outcome(plan=Plan(), facts=FACTS, inspected=inspected), cuda=False)
+    large, small = fits.on(model_named("H200")), fits.on(model_named("A100-40GB"))
+    assert large.plan is not None
+    assert large.plan.plan == large.advised == Plan()
+    assert "precision" in dict(large.fastest[0].changes)
+    assert small.plan is not None
+    assert len(small.plan.plan.changes) == 1
+    assert small.advised == small.fastest[0]
+    tiny = fits.on(model_named("T4"), budget=1 << 30)
+    assert tiny.plan is tiny.advised is None
+
+
+@pytest.mark.quick
+def test_a_card_that_is_not_in_the_table() -> None:
+    other = model_named("H100").other(24 << 30, half=98.9)
+    assert other.hardware.total_bytes == 24 << 30
+    assert other.bandwidth == pytest.approx(335)
+    with pytest.raises(UsageError, match="give --memory too"):
+        autofit.fit(__file__, gpu="H100", flops=100)
 
 
 @pytest.mark.quick
