@@ -72,6 +72,7 @@ def fit_document(found: Fit) -> dict[str, Any]:
         "peak_reserved_bytes": plain.reserved if plain else None,
         "kinds": _kinds(found.by_kind),
         "stopped": found.stopped or None,
+        "tries_kernels": found.inspected.tries_kernels,
         "cards": [
             {
                 "name": card.name,

@@ -102,8 +102,14 @@ class _Lives:
     returned: npt.NDArray[np.bool_]
     wide: npt.NDArray[np.bool_]
     quantized: npt.NDArray[np.bool_]
+    of_weight: npt.NDArray[np.bool_]
     moving: npt.NDArray[np.bool_]
-    """Made in forward or backward by this step, and no gradient: grows with the batch."""
+    """Made in forward or backward by this step, and no gradient."""
+
+    @property
+    def growing(self) -> npt.NDArray[np.bool_]:
+        """Those that grow with the batch."""
+        return self.moving & ~self.of_weight
 
     def where(self, mask: Any, **changed: Any) -> _Lives:
         """Return the lives with columns changed where ``mask`` holds."""
@@ -159,7 +165,8 @@ def _made(size: Any, start: Any, end: Any) -> _Lives:
     start, end = np.asarray(start, float), np.asarray(end, float)
     block = np.full(number, -1, dtype=np.int64)
     kind = np.full(number, "", dtype="<U16")
-    return _Lives(np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no)
+    flags = (no,) * 6
+    return _Lives(np.asarray(size, float), start, end, start, end, kind, block, *flags)
 
 
 class _Step:
@@ -186,7 +193,7 @@ class _Step:
         block = np.array(columns[6], dtype=np.int64)
         flags = [np.array(each, dtype=bool) for each in columns[7:]]
         phase = self._phases[start.astype(int)]
-        of_block, returned, wide, quantized = flags
+        of_block, returned, wide, quantized, of_weight = flags
         return _Lives(
             size=size,
             start=start,
@@ -199,6 +206,7 @@ class _Step:
             returned=returned,
             wide=wide,
             quantized=quantized,
+            of_weight=of_weight,
             moving=(kind == "") & (phase > 0),
         )
 
@@ -309,7 +317,7 @@ class _Replay:
                 continue
             if Memory.ACTIVATIONS in strategy.lowered(level):
                 share *= strategy.expected_share(level, self.facts)
-        return lives.where(lives.moving, size=lives.size * share)
+        return lives.where(lives.growing, size=lives.size * share)
 
     def _share_of_batch(self) -> float:
         batch = self.facts.batch
@@ -347,7 +355,7 @@ class _Replay:
         new = self.made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
         if self.returns_loss:
             lives = lives.where(output, end=np.maximum(lives.end, self._backward_ends))
-        lives = lives.where(lives.moving, size=lives.size * share)
+        lives = lives.where(lives.growing, size=lives.size * share)
         lives = lives.where(gradients, start=np.minimum(lives.start, begin))
         return lives.also(joined).also(new)
 
@@ -358,19 +366,43 @@ class _Replay:
         if not number:
             share = strategies.counting(Number.BLOCKS).expected_share(level, self.facts)
             return lives.where(lives.moving, size=lives.size * share)
-        early = lives.moving & (lives.start < self.backward)
-        saved = early & (lives.wanted <= lives.end) & (lives.wanted >= self.backward)
+        backward = self._backward_after(lives.start)
+        early = lives.moving & ~np.isin(lives.start, self._timeline.backward)
+        saved = early & (lives.wanted <= lives.end) & (lives.wanted >= backward)
         rerun = lives.block < (number if level == ALL else count(level, number))
         freed = saved & ~lives.of_block & rerun & (lives.block >= 0)
         again = []
-        for block in np.unique(lives.block[freed]):
-            own = lives.block == block
-            again.append(self._rerun(lives, early & own, freed & own))
+        for block, begins in {*zip(lives.block[freed], backward[freed], strict=True)}:
+            own = (lives.block == block) & (backward == begins)
+            again.append(self._rerun(lives, early & own, freed & own, begins))
         ended = np.maximum(lives.start, np.minimum(lives.used, lives.end))
         return lives.where(freed, end=ended).also(*again)
 
-    def _rerun(self, lives: _Lives, own: Any, freed: Any) -> _Lives:
-        """Return what a block makes again. ``own``: its lives of forward; ``freed``: of these."""
+    def _backward_after(self, time: Array) -> Array:
+        """Return the first operation of the backward pass that follows; no later than the last.
+
+        A step has several passes if its calls accumulate gradients.
+        """
+        within = np.array(sorted(self._timeline.backward), float)
+        forward = np.array(sorted(self._timeline.forward), float)
+        if not len(within):
+            return np.full(len(time), float(self._last))
+        last_forward = np.concatenate([[-1.0], forward])[
+            np.searchsorted(forward, within, side="right")
+        ]
+        first = within[np.unique(last_forward, return_index=True)[1]]
+        at = np.searchsorted(first, time, side="right")
+        return np.concatenate([first, [first[-1]]])[at]
+
+    def _rerun(self, lives: _Lives, own: Any, freed: Any, backward: float) -> _Lives:
+        """Return what a block makes again.
+
+        Args:
+            lives: All of the step.
+            own: Those of the block's forward.
+            freed: Those of them that it makes again.
+            backward: The first operation of its backward pass.
+        """
         enters, leaves = lives.start[own].min(), lives.start[own].max()
         begins = lives.wanted[freed].min()
 
@@ -382,7 +414,7 @@ class _Replay:
         workspace = lives.moving & (lives.block < 0) & (lives.start == lives.end)
         workspace &= (lives.start >= enters) & (lives.start <= leaves)
         back = lives.only(own | workspace)
-        kept = back.wanted >= self.backward
+        kept = back.wanted >= backward
         kept &= back.wanted <= back.end
         end = np.where(kept & ~back.of_block, back.end, again(np.minimum(back.end, back.used)))
         start = again(back.start)

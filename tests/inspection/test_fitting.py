@@ -58,6 +58,7 @@ class Model(nn.Module):
         return self.head(x.mean(1))
 
 
+torch.backends.cudnn.benchmark = True
 data = TensorDataset(torch.randn(64, 16, {WIDTH}), torch.randint(0, 4, (64,)))
 loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, pin_memory=True)
 model = Model().to(device)
@@ -72,6 +73,7 @@ for x, y in loader:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), y)
         assert model.body[0].qkv(x).dtype == torch.bfloat16
+    nn.functional.conv1d(x, x[:1, :, :3])
     if torch.isnan(loss):
         raise SystemExit("diverged")
     scaler.scale(loss).backward()
@@ -112,6 +114,7 @@ def test_a_script_for_a_gpu_runs_without_one(train: Path) -> None:
     assert plain is not None
     assert plain.device - plain.reserved == kinds[Kind.CONTEXT]
     assert plain.reserved % (2 << 20) == 0
+    assert found.inspected.tries_kernels
     (decides,) = [each for each in found.guesses if each.decides]
     assert decides.place is not None
     assert decides.place.source == "if loss > 3:"
