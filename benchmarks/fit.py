@@ -49,10 +49,12 @@ LEVELS = ("precision", "weights", "checkpointing", "optimizer", "compile")
 Rows = dict[str, dict[str, Any]]
 
 
-def predict(rows: Rows, name: str) -> None:
+def predict(rows: Rows, name: str, cases: Path) -> None:
     """Follow a work on a fake H200, and note its peaks and those of its plans."""
     row = rows[name]
-    script = Script(target=row["script"], args=tuple(row["arguments"].split()), cwd=os.fspath(ROOT))
+    folder = ROOT if (ROOT / row["script"]).exists() else cases
+    arguments = tuple(row["arguments"].split())
+    script = Script(target=row["script"], args=arguments, cwd=os.fspath(folder))
     outcome = inspect(Target.on(script, gpu="H200"), Plan(), INSPECTION)
     assert outcome.inspected is not None, outcome.stopped
     note(rows, name, outcome.inspected, outcome.facts)
@@ -126,11 +128,14 @@ def main() -> None:
     rows: Rows = json.loads(STORE.read_text())
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", nargs="*", choices=rows, default=[])
+    parser.add_argument(
+        "--cases", type=Path, default=ROOT, help="folder of scripts that are not part of this one"
+    )
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--order", action="store_true")
     options = parser.parse_args()
     for name in options.work:
-        predict(rows, name)
+        predict(rows, name, options.cases)
         STORE.write_text(json.dumps(rows, indent=1) + "\n")
     if options.table:
         for way, told in WAYS.items():
