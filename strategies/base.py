@@ -482,6 +482,10 @@ class Replay(Protocol):
         """The share of a call's samples that runs at once under the plan."""
 
     @property
+    def returns_loss(self) -> bool:
+        """Whether the model computes the loss itself."""
+
+    @property
     def tokens(self) -> int:
         """Bytes of the largest output of the model's head, in a call of the script as it is."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,6 +71,7 @@ def techniques(
     found = [
         _technique(plan, predictor, facts, measured, as_it_is, cuda=not hardware.on_host)
         for plan in single_plans(facts, hardware)
+        if predictor.applies(plan)
     ]
     useful = [each for each in found if each.freed > LEAST * as_it_is]
     return tuple(sorted(useful, key=lambda each: -each.freed))
@@ -128,12 +129,13 @@ def _levels(strategy: Strategy, offered: Sequence[str], facts: Facts) -> Sequenc
     return offered
 
 
-def combinations(facts: Facts, hardware: Hardware) -> Iterator[Plan]:
-    """Yield plans of up to ``MOST_LEVELS`` techniques that change no more than rounding."""
+def combinations(singles: Iterable[Plan], facts: Facts) -> Iterator[Plan]:
+    """Yield plans of up to ``MOST_LEVELS`` techniques that change no more than rounding.
+
+    ``singles``: plans with one technique.
+    """
     singles = [
-        plan
-        for plan in single_plans(facts, hardware)
-        if plan.fidelity(facts) <= Fidelity.ROUNDING and _lowers(plan)
+        plan for plan in singles if plan.fidelity(facts) <= Fidelity.ROUNDING and _lowers(plan)
     ]
     for number in range(1, MOST_LEVELS + 1):
         for chosen in itertools.combinations(singles, number):
