@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Annotated, Any
@@ -35,6 +33,7 @@ from autofit.report.content import read
 from autofit.report.page import page
 from autofit.service import refusals, requests
 from autofit.service.boundary import CONNECTIONS, Boundary, User, address_of
+from autofit.service.events import Events
 from autofit.service.files import READS_THE_SCRIPT, Files
 from autofit.service.gpus import Gpus, GpusAnswer
 from autofit.service.metrics import KIND, Figures
@@ -46,10 +45,6 @@ from autofit.storage.convert import to_json
 from autofit.tuning.options import flags
 from autofit.worker.cluster.nodes import Node
 
-POLL = 0.3
-"""Seconds between two looks for new notices."""
-SIGN_OF_LIFE = 15.0
-"""Seconds after which a stream without events sends a comment."""
 MOST = 100
 """Searches in one answer of the list."""
 _OPTIONS = "; ".join(
@@ -201,6 +196,8 @@ def make_app(
 
 
 def _add_searches(app: FastAPI, queue: Queue, users: Users, files: Files) -> None:
+    followed = Events(queue, lambda record: asdict(_answer(record)))
+
     @app.post("/api/uploads", status_code=201)
     async def upload(request: Request, user: User) -> UploadAnswer:
         """Store a folder: a .tar.gz archive of regular files is the body of the request."""
@@ -263,7 +260,7 @@ def _add_searches(app: FastAPI, queue: Queue, users: Users, files: Files) -> Non
         """
         await run_in_threadpool(queue.search, number, user)
         return StreamingResponse(
-            _stream(queue, number, last_event_id),
+            followed.stream(number, last_event_id),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store"},
         )
@@ -385,32 +382,3 @@ class Ready:
         except StorageError:
             return "the store does not answer"
         return ""
-
-
-async def _stream(queue: Queue, number: int, last: int) -> AsyncIterator[str]:
-    """Yield the events of a search until it ends."""
-    state, quiet = "", 0.0
-    while True:
-        record = await run_in_threadpool(queue.search, number)  # first: later notices come next
-        found = await run_in_threadpool(queue.notices, number, after=last)
-        for notice in found:
-            last = notice.id
-            yield _event(notice.kind, notice.content, last)
-        now = f"{record.state} {record.waits_for}"
-        if record.state.ended and not found:
-            yield _event("end", asdict(_answer(record)))
-            return
-        if now != state and not record.state.ended:
-            state = now
-            yield _event("state", asdict(_answer(record)))
-        quiet = 0.0 if found else quiet + POLL
-        if quiet >= SIGN_OF_LIFE:
-            quiet = 0.0
-            yield ": the search goes on\n\n"
-        if not found:
-            await asyncio.sleep(POLL)
-
-
-def _event(kind: str, content: Any, number: int | None = None) -> str:
-    head = "" if number is None else f"id: {number}\n"
-    return f"{head}event: {kind}\ndata: {json.dumps(content, default=str)}\n\n"
