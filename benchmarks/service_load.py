@@ -33,6 +33,7 @@ from autofit.client import messages
 from autofit.client.http import Service
 from autofit.facts import Hardware
 from autofit.plan import Plan
+from autofit.service import boundary
 from autofit.service.app import make_app
 from autofit.service.users import Users, create_token
 from autofit.storage import Owner, Queue, SearchRecord, Store, StudyKey, Submission
@@ -78,7 +79,7 @@ def main() -> None:
             queue.run(running)
             context = multiprocessing.get_context("spawn")
             receiver, sender = context.Pipe(duplex=False)
-            server = context.Process(target=_serve, args=(storage, sender), daemon=True)
+            server = context.Process(target=serve, args=(storage, sender), daemon=True)
             server.start()
             port = receiver.recv()
             followers = context.Process(
@@ -132,14 +133,15 @@ def _searched(store: Store, queue: Queue, number: int) -> int:
     return search.id
 
 
-def _serve(storage: str, sender: Connection) -> None:
+def serve(storage: str, sender: Connection) -> None:
     """Serve a store; send the port."""
     import socket
 
     with Store(storage) as store, socket.create_server(("127.0.0.1", 0)) as port:
         sender.send(port.getsockname()[1])
         app = make_app(store, Users(store, trusted=True))
-        uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[port])
+        settings = boundary.settings(boundary.CONNECTIONS, ())
+        uvicorn.Server(uvicorn.Config(app, log_level="error", **settings)).run(sockets=[port])
 
 
 def _follow(port: int, token: str, number: int, clients: int, sender: Connection) -> None:
@@ -207,7 +209,8 @@ def _measure(
     return found
 
 
-def _p95(seconds: list[float]) -> float:
+def p95(seconds: list[float]) -> float:
+    """Return the 95th percentile."""
     return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
 
 
@@ -235,7 +238,7 @@ def _write(found: Found, options: argparse.Namespace) -> None:
     for name, seconds in [*found.requests.items(), ("from a notice to a client", found.told)]:
         median = statistics.median(seconds)
         lines.append(
-            f"| {name} | {len(seconds)} | {1000 * median:.0f} ms | {1000 * _p95(seconds):.0f} ms |"
+            f"| {name} | {len(seconds)} | {1000 * median:.0f} ms | {1000 * p95(seconds):.0f} ms |"
         )
     text = "\n".join(lines) + "\n"
     (RESULTS / "service_load.md").write_text(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from autofit.client import messages
 from autofit.service.events import POLL, Events
 from autofit.storage import Outcome, Queue, SearchRecord, Store, Submission
 from autofit.tuning.notices import Line
-
-pytestmark = pytest.mark.quick
+from tests.postgresql import server
+from tests.service.serving import Running
 
 FOLLOWERS = 50
 MOMENTS = 4
 
 
+@pytest.mark.quick
 def test_many_who_follow_a_search_share_the_reads(tmp_path: Path) -> None:
     looks = 0
 
@@ -49,3 +51,33 @@ def test_many_who_follow_a_search_share_the_reads(tmp_path: Path) -> None:
         assert text.endswith('event: end\ndata: "failed"\n\n')
         assert text.count("event: Line") == MOMENTS
     assert looks < FOLLOWERS, "each of them would look some six times"
+
+
+@pytest.mark.full
+def test_events_and_requests_survive_restarts_of_postgresql(tmp_path: Path) -> None:
+    """A client that follows a search sees each notice once, and a search exists once."""
+    pauses = (0.0, 1.0, 3.0)
+    with server() as postgresql, Running.start(tmp_path, storage=postgresql()) as running:
+        alice = running.user("alice")
+        (user,) = running.queue.users()
+        search = running.queue.submit(user, Submission(script=("t.py",), upload="aa"))
+        running.queue.add_upload("bb", b"archive")
+        seen: list[str] = []
+
+        def follow() -> None:
+            for event in alice.events(f"/api/searches/{search.id}/events"):
+                if event.kind == "Line":
+                    seen.append(event.content["text"])
+
+        with ThreadPoolExecutor(2) as pool:
+            following = pool.submit(follow)
+            for number, pause in enumerate(pauses):
+                running.queue.tell(search, [messages.notice_to_json(Line(text=str(number)))])
+                sent = {"script": "t.py", "upload": "bb", "key": f"key{number}"}
+                submitted = pool.submit(alice.post, "/api/searches", sent)
+                postgresql.restart(pause)
+                submitted.result()
+            running.queue.finish(search, None)
+            following.result()
+        assert seen == [str(number) for number in range(len(pauses))]
+        assert len(alice.get("/api/searches")) == 1 + len(pauses)
