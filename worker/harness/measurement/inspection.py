@@ -339,6 +339,7 @@ class InspectedRun(Session):
             growths=growths,
             snapshot=accelerator.recorded_allocations() if self._asked_for.snapshot else None,
             uncompiled=self._compiles,
+            tries_kernels=self._fake_gpu is not None and self._fake_gpu.mode.tries_kernels,
             work=None if self._fake_gpu is None else self._fake_gpu.mode.work,
         )
         self._log.detach()
