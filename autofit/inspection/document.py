@@ -10,8 +10,8 @@ from autofit.inspection.check import Check
 from autofit.inspection.explanation import Explanation, sizes_by_kind
 from autofit.inspection.fitting import Fit, FittingPlan
 from autofit.inspection.techniques import Technique
-from autofit.worker.records.inspection import Growth, Kind, Part
-from autofit.worker.records.places import Place
+from autofit.worker.records.inspection import Growth, Part, TensorKind
+from autofit.worker.records.places import SourceLine
 from autofit.worker.records.trials import OutOfMemory
 
 
@@ -111,7 +111,7 @@ def check_document(found: Check) -> dict[str, Any]:
     }
 
 
-def _kinds(sizes: Mapping[Kind, int]) -> dict[str, int]:
+def _kinds(sizes: Mapping[TensorKind, int]) -> dict[str, int]:
     return {str(kind): size for kind, size in sizes.items()}
 
 
@@ -165,5 +165,5 @@ def _shortage(short: OutOfMemory | None) -> dict[str, Any] | None:
     }
 
 
-def _line(place: Place | None) -> str | None:
+def _line(place: SourceLine | None) -> str | None:
     return None if place is None else place.line

@@ -12,7 +12,7 @@ from autofit.exceptions import StorageError, UsageError
 from autofit.facts import Facts, Hardware
 from autofit.inspection import techniques
 from autofit.inspection.cards import Card, cards
-from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans, whole
+from autofit.inspection.launches import LaunchOutcome, Target, inspect, leaner_plans, whole
 from autofit.inspection.options import ExplainOptions
 from autofit.inspection.prediction import Predictor, device_bytes
 from autofit.inspection.techniques import Technique
@@ -24,9 +24,9 @@ from autofit.worker.records.inspection import (
     Growth,
     Inspected,
     Inspection,
-    Kind,
-    Moment,
     Part,
+    PeakMoment,
+    TensorKind,
     Timeline,
 )
 from autofit.worker.records.trials import OutOfMemory, Script
@@ -50,7 +50,7 @@ class Explanation:
     inspected: Inspected
     out_of_memory: OutOfMemory | None
     """Where memory ran out, if the script does not fit as it is."""
-    failed: Moment | None
+    failed: PeakMoment | None
     """What held the memory then."""
     techniques: tuple[Technique, ...]
     """Those that free memory, the most first; empty if the script does not fit."""
@@ -60,7 +60,7 @@ class Explanation:
     """Whether enough steps were followed to see growth."""
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> PeakMoment:
         """The moment at which tensors held most."""
         return self.inspected.moments[0]
 
@@ -70,8 +70,8 @@ class Explanation:
         return (*self.peak.parts, *beside_tensors(self.inspected))
 
     @property
-    def by_kind(self) -> dict[Kind, int]:
-        """Bytes by kind, in the order of ``Kind``; the sum is what the process occupied."""
+    def by_kind(self) -> dict[TensorKind, int]:
+        """Bytes by kind, in the order of ``TensorKind``; the sum is what the process occupied."""
         return sizes_by_kind(self.parts)
 
     @property
@@ -132,9 +132,9 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
     )
 
 
-def sizes_by_kind(parts: Iterable[Part]) -> dict[Kind, int]:
-    """Return the bytes of parts by kind, in the order of ``Kind``."""
-    sizes = dict.fromkeys(Kind, 0)
+def sizes_by_kind(parts: Iterable[Part]) -> dict[TensorKind, int]:
+    """Return the bytes of parts by kind, in the order of ``TensorKind``."""
+    sizes = dict.fromkeys(TensorKind, 0)
     for part in parts:
         sizes[part.kind] += part.size
     return {kind: size for kind, size in sizes.items() if size}
@@ -146,8 +146,8 @@ def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
     if plain is None:
         return ()
     sizes = {
-        Kind.CACHE: plain.reserved - plain.allocated,
-        Kind.CONTEXT: plain.device - plain.reserved,
+        TensorKind.CACHE: plain.reserved - plain.allocated,
+        TensorKind.CONTEXT: plain.device - plain.reserved,
     }
     return tuple(Part(kind=kind, size=size) for kind, size in sizes.items() if size > 0)
 
@@ -162,7 +162,9 @@ def _check_snapshot(hardware: Hardware, path: Path) -> None:
         raise UsageError(f"--snapshot {path}: there is no folder {path.parent}; make it first")
 
 
-def _leaner(target: Target, whole: Outcome, inspection: Inspection, say: Say) -> Outcome:
+def _leaner(
+    target: Target, whole: LaunchOutcome, inspection: Inspection, say: Say
+) -> LaunchOutcome:
     """Return the outcome under the first leaner plan that fits, or what held the memory."""
     for plan in leaner_plans(whole.facts, target.hardware):
         say(f"out of memory; following the script under a plan that needs less: {plan}")
@@ -184,7 +186,7 @@ def _measured(options: ExplainOptions, target: Target) -> techniques.Measured:
     return {}
 
 
-def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Card, ...]:
+def _cards(timeline: Timeline, outcome: LaunchOutcome, hardware: Hardware) -> tuple[Card, ...]:
     inspected, facts = outcome.inspected, outcome.facts
     assert inspected is not None, "the script fits"
     plain = inspected.plain

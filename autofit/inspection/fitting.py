@@ -15,14 +15,14 @@ from autofit.exceptions import UsageError
 from autofit.facts import Facts
 from autofit.inspection.cards import FREE, GpuModel, model_named, models_named
 from autofit.inspection.explanation import beside_tensors, sizes_by_kind
-from autofit.inspection.launches import Outcome, Target, inspect
+from autofit.inspection.launches import LaunchOutcome, Target, inspect
 from autofit.inspection.options import FitOptions
 from autofit.inspection.prediction import Predictor, device_bytes
 from autofit.inspection.roofline import relative_time
 from autofit.inspection.techniques import combinations
 from autofit.plan import Plan
 from autofit.space.static_memory import least_bytes
-from autofit.worker.records.inspection import Guess, Inspected, Inspection, Kind
+from autofit.worker.records.inspection import Guess, Inspected, Inspection, TensorKind
 from autofit.worker.records.trials import Script
 
 Say = Callable[[str], None]
@@ -79,7 +79,7 @@ class Fit:
     plan is named; else empty."""
 
     @property
-    def by_kind(self) -> dict[Kind, int]:
+    def by_kind(self) -> dict[TensorKind, int]:
         """Bytes by kind at the peak of the script as it is."""
         return sizes_by_kind((*self.inspected.moments[0].parts, *beside_tensors(self.inspected)))
 
@@ -109,7 +109,9 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
     largest = max(models, key=lambda each: (each.capability, each.memory))
     outcome = inspect(Target.on(options.script, gpu=largest.name), Plan(), INSPECTION)
     inspected = outcome.inspected
-    if inspected is None or not inspected.moments[0].of(Kind.WEIGHTS, Kind.OTHER, Kind.TEMPORARY):
+    if inspected is None or not inspected.moments[0].of(
+        TensorKind.WEIGHTS, TensorKind.OTHER, TensorKind.TEMPORARY
+    ):
         raise UsageError(
             f"{options.script.target} puts nothing on a GPU: give the arguments with which it does"
         )
@@ -126,7 +128,7 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
 class _Plans:
     """Predicts what plans need, each of them once."""
 
-    def __init__(self, outcome: Outcome, inspected: Inspected) -> None:
+    def __init__(self, outcome: LaunchOutcome, inspected: Inspected) -> None:
         self._facts = outcome.facts
         self._inspected = inspected
         timeline = inspected.timeline
@@ -193,4 +195,4 @@ class _Plans:
             cuda=True,
         )
         cache = round(whole) - tensors - context
-        return kinds | {str(Kind.CACHE): cache, str(Kind.CONTEXT): context}
+        return kinds | {str(TensorKind.CACHE): cache, str(TensorKind.CONTEXT): context}

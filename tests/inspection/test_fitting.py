@@ -18,7 +18,7 @@ from autofit.inspection.cards import MODELS, model_named, models_named
 from autofit.inspection.roofline import relative_time
 from autofit.plan import Plan
 from autofit.view import fitting as view
-from autofit.worker.records.inspection import Kind, Work
+from autofit.worker.records.inspection import TensorKind, Work
 from tests.inspection import by_hand
 
 WIDTH = 1024
@@ -101,12 +101,12 @@ def test_a_script_for_a_gpu_runs_without_one(train: Path) -> None:
     assert not found.stopped
     parameters = LAYERS * (3 * WIDTH**2 + 2 * WIDTH) + 4 * WIDTH + 4
     kinds = found.by_kind
-    assert kinds[Kind.WEIGHTS] == pytest.approx(4 * parameters, rel=0.001)
-    assert kinds[Kind.OPTIMIZER_STATE] == pytest.approx(8 * parameters, rel=0.001)
-    assert kinds[Kind.OTHER] >= 4 * parameters, "the average of the weights"
+    assert kinds[TensorKind.WEIGHTS] == pytest.approx(4 * parameters, rel=0.001)
+    assert kinds[TensorKind.OPTIMIZER_STATE] == pytest.approx(8 * parameters, rel=0.001)
+    assert kinds[TensorKind.OTHER] >= 4 * parameters, "the average of the weights"
     plain = found.inspected.plain
     assert plain is not None
-    assert plain.device - plain.reserved == kinds[Kind.CONTEXT]
+    assert plain.device - plain.reserved == kinds[TensorKind.CONTEXT]
     assert plain.reserved % (2 << 20) == 0
     (decides,) = [each for each in found.guesses if each.decides]
     assert decides.place is not None

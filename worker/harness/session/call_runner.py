@@ -22,7 +22,7 @@ from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
-from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.oom.classifier import Diagnosis, ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import FIRST_BATCH, OTHER, Phases
 from autofit.worker.records.trials import CHECK, OutOfMemory
@@ -197,10 +197,10 @@ class CallRunner:
             yield
         except Exception as error:
             found = classify(error, corroborated=self._owner.meter.short())
-            if found.kind is Kind.OOM:
+            if found.kind is ErrorKind.OOM:
                 told = self.out_of_memory(found, None)
                 self._owner.shortage(replace(told, phase=CHECK) if in_check(error) else told)
-            elif found.kind is Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
+            elif found.kind is ErrorKind.NOT_OOM and (refusal := self._fault(error)) is not None:
                 free_frames(error)
                 raise refusal from None
             if not isinstance(error, Refused):
@@ -215,7 +215,7 @@ class CallRunner:
     def on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
         """Note a shortage inside a split root; return whether to continue in smaller chunks."""
         found = classify(error, corroborated=self._owner.meter.short())
-        if found.kind is not Kind.OOM:
+        if found.kind is not ErrorKind.OOM:
             raise error
         self.phase = phase
         self._owner.shortage(self.out_of_memory(found, size))
