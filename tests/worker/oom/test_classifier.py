@@ -542,7 +542,7 @@ def _fail(body: str, tmp_path: Path, cap: int | None = None) -> list[str]:
     """Run ``body`` in a process of its own and return what the classifier says of its error."""
     script = tmp_path / "fails.py"
     script.write_text(
-        "from autofit.worker.oom.classifier import classify, Kind\n"
+        "from autofit.worker.oom.classifier import classify, ErrorKind\n"
         "try:\n"
         f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
         "except BaseException as error:\n"
