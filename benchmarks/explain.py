@@ -20,11 +20,11 @@ from typing import Any
 
 from autofit.exceptions import AutofitError
 from autofit.inspection.explanation import STEPS
-from autofit.inspection.launches import Outcome, Target, inspect
+from autofit.inspection.launches import LaunchOutcome, Target, inspect
 from autofit.inspection.prediction import Predictor
 from autofit.plan import Plan
 from autofit.worker.cluster.versions import versions
-from autofit.worker.records.inspection import Inspection, Kind
+from autofit.worker.records.inspection import Inspection, TensorKind
 from autofit.worker.records.trials import Script
 
 WORKS = Path(__file__).resolve().parent / "works"
@@ -74,7 +74,7 @@ def explained(work: Work, *, small: bool, in_time: Callable[[], bool]) -> dict[s
     if inspected is None or inspected.plain is None:
         return {"error": "it does not fit this device"}
     peak, plain = inspected.moments[0], inspected.plain
-    kinds = {str(kind): peak.of(kind) for kind in Kind if peak.of(kind)}
+    kinds = {str(kind): peak.of(kind) for kind in TensorKind if peak.of(kind)}
     found: dict[str, Any] = {
         "device": target.hardware.name,
         "seconds": time.monotonic() - began,
@@ -103,7 +103,7 @@ def explained(work: Work, *, small: bool, in_time: Callable[[], bool]) -> dict[s
     return found
 
 
-def _technique(target: Target, whole: Outcome, plan: Plan) -> dict[str, Any]:
+def _technique(target: Target, whole: LaunchOutcome, plan: Plan) -> dict[str, Any]:
     """Return predicted and measured bytes that a plan saves."""
     assert whole.inspected is not None, "it fits as it is"
     assert whole.inspected.plain is not None, "it fits as it is"

@@ -43,7 +43,7 @@ from recorded import (
 )
 
 from autofit.analysis.acquisition import Prospect, Situation, choose, prospects
-from autofit.analysis.candidates import Launch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchState
 from autofit.analysis.pruning import waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import Space
@@ -76,7 +76,7 @@ class RecordedPlans(AutofitSampler):
         self.stopped = False
         super().__init__(expectations=expected_of(grid))
 
-    def choose(self, state: SearchState, launch: Launch | None) -> Prospect | None:
+    def choose(self, state: SearchState, launch: AskingLaunch | None) -> Prospect | None:
         """Return the choice among the plans of the grid that were not tried."""
         if state.level_sets is not None and not state.fits:
             return None
@@ -175,15 +175,17 @@ def search(
     fastest, reached, alone = 0.0, False, True
     while not reached and (left := [plan for plan in grid.plans if plan not in known]):
         plan = None if fastest else _start(state, left)
-        if plan is None and isinstance(own, RecordedPlans):
-            chosen = None if replay.fixed is None else own.choice(state, Launch(replay.fixed))
+        if plan is not None:
+            pass  # as in every search
+        elif isinstance(own, RecordedPlans):
+            chosen = None if replay.fixed is None else own.choice(state, AskingLaunch(replay.fixed))
             if chosen is None:
                 if replay.fixed is not None:
                     replay.end()
                 chosen = own.choice(state)
             plan = chosen.plan if chosen is not None else draw.choice(left)
             alone = alone and not own.stopped
-        elif plan is None:
+        else:
             asked = Plan.of(study_of(state, own).ask({**choices_of(state)}).params)
             plan = asked if asked in left else _nearest(asked, left, draw)
         report = replay.measure(plan).report

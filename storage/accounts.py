@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from autofit.storage.models import Account, Audit
+from autofit.storage.models import AccountRow, AuditRow
 from autofit.storage.searches import AuditRecord, Limits
 from autofit.storage.store import Store
 
@@ -31,7 +31,7 @@ class Accounts:
     def limits(self, user: str) -> Limits:
         """Return what a user may have."""
         with self._store.reading() as session:
-            row = session.get(Account, user)
+            row = session.get(AccountRow, user)
             if row is None:
                 return Limits()
             given = {"queued": row.queued, "upload_bytes": row.upload_bytes}
@@ -43,7 +43,7 @@ class Accounts:
         with self._store.writing() as session:
             row = account(session, user)
             if row.uid is None:
-                last = session.scalar(select(func.max(Account.uid)))
+                last = session.scalar(select(func.max(AccountRow.uid)))
                 row.uid = FIRST_UID if last is None else last + 1
             return row.uid
 
@@ -54,24 +54,24 @@ class Accounts:
 
     def trail(self, user: str | None = None, *, most: int = 100) -> tuple[AuditRecord, ...]:
         """Return the newest lines of the audit trail, of one user or of all, the newest first."""
-        query = select(Audit).order_by(Audit.id.desc()).limit(most)
+        query = select(AuditRow).order_by(AuditRow.id.desc()).limit(most)
         if user is not None:
             query = query.filter_by(user=user)
         with self._store.reading() as session:
-            return tuple(map(Audit.record, session.scalars(query)))
+            return tuple(map(AuditRow.record, session.scalars(query)))
 
 
 def audit(session: Session, user: str, action: str, target: str, address: str) -> None:
     """Add a line to the audit trail, together with what it tells of."""
-    row = Audit(user=user, action=action, target=target, address=address)
+    row = AuditRow(user=user, action=action, target=target, address=address)
     row.created = datetime.now(UTC)
     session.add(row)
 
 
-def account(session: Session, user: str) -> Account:
+def account(session: Session, user: str) -> AccountRow:
     """Return the row of a user's account; make it if there is none."""
-    row = session.get(Account, user)
+    row = session.get(AccountRow, user)
     if row is None:
-        row = Account(user=user, priority=0, gpu_seconds=0.0)
+        row = AccountRow(user=user, priority=0, gpu_seconds=0.0)
         session.add(row)
     return row

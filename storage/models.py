@@ -55,7 +55,7 @@ from autofit.worker.records.trials import Script, TrialReport
 T = TypeVar("T")
 
 
-class Moment(TypeDecorator[datetime]):
+class UtcTime(TypeDecorator[datetime]):
     """A point in time, written and read in UTC, because SQLite does not store time zones."""
 
     impl = DateTime(timezone=True)
@@ -135,7 +135,7 @@ class Base(DeclarativeBase):
         }
     )
     type_annotation_map = {
-        datetime: Moment,
+        datetime: UtcTime,
         float: Double,
         **{kind: Stored(kind) for kind in STORED},
     }
@@ -156,7 +156,7 @@ class Base(DeclarativeBase):
         return found
 
 
-class Held:
+class HeldRow:
     """Columns of a row that a running process may own."""
 
     owner_host: Mapped[str | None] = mapped_column(String(255))
@@ -173,7 +173,7 @@ class Held:
         return Owner(host=self.owner_host, pid=self.owner_pid, started=self.owner_started)
 
 
-class Study(Held, Base):
+class StudyRow(HeldRow, Base):
     """A script, its arguments, the hardware and the options of the search."""
 
     __tablename__ = "study"
@@ -207,7 +207,7 @@ class Study(Held, Base):
         return replace(found, script=replace(found.script, environment=environment))
 
 
-class Trial(Held, Base):
+class TrialRow(HeldRow, Base):
     """One measurement of one plan."""
 
     __tablename__ = "trial"
@@ -256,7 +256,7 @@ class Trial(Held, Base):
         return self.record(), self.cell("trace")
 
 
-class Event(Base):
+class EventRow(Base):
     """An event outside of trials."""
 
     __tablename__ = "event"
@@ -274,7 +274,7 @@ class Event(Base):
         return self.read(EventRecord, study=self.study_id, trial=self.trial_id)
 
 
-class Discovery(Base):
+class DiscoveryRow(Base):
     """What was found out about something, such as a script, a function or a machine."""
 
     __tablename__ = "discovery"
@@ -295,7 +295,7 @@ class Discovery(Base):
         return self.read(DiscoveryRecord)
 
 
-class Search(Held, Base):
+class SearchRow(HeldRow, Base):
     """A search that a user submitted to the service."""
 
     __tablename__ = "search"
@@ -349,7 +349,7 @@ class Search(Held, Base):
         )
 
 
-class Notice(Base):
+class NoticeRow(Base):
     """A notice of a search of the service."""
 
     __tablename__ = "notice"
@@ -365,7 +365,7 @@ class Notice(Base):
         return self.read(NoticeRecord)
 
 
-class Upload(Base):
+class UploadRow(Base):
     """An uploaded working directory, as a compressed archive."""
 
     __tablename__ = "upload"
@@ -379,7 +379,7 @@ class Upload(Base):
     created: Mapped[datetime]
 
 
-class Token(Base):
+class TokenRow(Base):
     """A token with which a user talks to the service; only its digest is stored."""
 
     __tablename__ = "token"
@@ -397,7 +397,7 @@ class Token(Base):
         return self.read(TokenRecord)
 
 
-class Account(Base):
+class AccountRow(Base):
     """What a user of the service may have, and has had."""
 
     __tablename__ = "account"
@@ -417,7 +417,7 @@ class Account(Base):
     gpu_seconds: Mapped[float]
 
 
-class Audit(Base):
+class AuditRow(Base):
     """Who did what and when."""
 
     __tablename__ = "audit"

@@ -25,7 +25,7 @@ from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
 from autofit.storage.accounts import account, audit
-from autofit.storage.models import Account, Notice, Search, Token, Trial, Upload
+from autofit.storage.models import AccountRow, NoticeRow, SearchRow, TokenRow, TrialRow, UploadRow
 from autofit.storage.owner import Owner
 from autofit.storage.searches import (
     ACTIVE,
@@ -95,7 +95,7 @@ class Queue:
         """
         with self._store.writing() as session:
             if key is not None:
-                again = session.scalar(select(Search).filter_by(user=user, key=key))
+                again = session.scalar(select(SearchRow).filter_by(user=user, key=key))
                 if again is not None:
                     return Reasons(session).record(again)
             if limits is not None:
@@ -104,7 +104,7 @@ class Queue:
                     raise UsageError(
                         f"there is no upload {submission.upload}: send the folder again"
                     )
-            row = Search(
+            row = SearchRow(
                 key=key,
                 user=user,
                 state=SearchState.QUEUED,
@@ -142,23 +142,25 @@ class Queue:
         ``script``: a part of the words by which the script was named; ``until``: when the newest
         was submitted at the latest.
         """
-        query = select(Search).filter_by(user=user).order_by(Search.id.desc()).limit(most)
+        query = select(SearchRow).filter_by(user=user).order_by(SearchRow.id.desc()).limit(most)
         if before is not None:
-            query = query.where(Search.id < before)
+            query = query.where(SearchRow.id < before)
         if script:
-            words = type_coerce(Search.submission, JSON)["script"]
+            words = type_coerce(SearchRow.submission, JSON)["script"]
             part = json.dumps(script)[1:-1]
             query = query.where(cast(words, Text).icontains(part, autoescape=True))
         if state is not None:
-            query = query.where(Search.state == state)
+            query = query.where(SearchRow.state == state)
         if until is not None:
-            query = query.where(Search.created <= until)
+            query = query.where(SearchRow.created <= until)
         with self._store.reading() as session:
             return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
     def running(self) -> tuple[SearchRecord, ...]:
         """Return the searches of all users that run, the oldest first."""
-        query = select(Search).where(Search.state == SearchState.RUNNING).order_by(Search.id)
+        query = (
+            select(SearchRow).where(SearchRow.state == SearchState.RUNNING).order_by(SearchRow.id)
+        )
         with self._store.reading() as session:
             return tuple(row.record() for row in session.scalars(query))
 
@@ -168,8 +170,8 @@ class Queue:
         ``most``: so many at most; those that wait are left out first.
         """
         states = (SearchState.QUEUED, *ACTIVE)
-        query = select(Search).where(Search.state.in_(states))
-        query = query.order_by(Search.state == SearchState.QUEUED, Search.id).limit(most)
+        query = select(SearchRow).where(SearchRow.state.in_(states))
+        query = query.order_by(SearchRow.state == SearchState.QUEUED, SearchRow.id).limit(most)
         with self._store.reading() as session:
             return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
@@ -215,14 +217,16 @@ class Queue:
 
     def counts(self) -> Counts:
         """Return what the store holds, by kind; each count reads an index."""
-        short = select(Trial.out_of_memory).where(Trial.verdict == Verdict.OUT_OF_MEMORY)
+        short = select(TrialRow.out_of_memory).where(TrialRow.verdict == Verdict.OUT_OF_MEMORY)
         with self._store.reading() as session:
-            searches = {str(each): _count(session, Search.state == each) for each in SearchState}
-            trials = {str(each): _count(session, Trial.verdict == each) for each in Verdict}
+            searches = {str(each): _count(session, SearchRow.state == each) for each in SearchState}
+            trials = {str(each): _count(session, TrialRow.verdict == each) for each in Verdict}
             phases = Counter(filter(None, session.scalars(short)))
-            used = session.execute(select(Account.user, Account.gpu_seconds)).all()
-            queued = select(func.min(Search.created)).where(Search.state == SearchState.QUEUED)
-            held = select(func.sum(Search.gpus)).where(Search.state == SearchState.RUNNING)
+            used = session.execute(select(AccountRow.user, AccountRow.gpu_seconds)).all()
+            queued = select(func.min(SearchRow.created)).where(
+                SearchRow.state == SearchState.QUEUED
+            )
+            held = select(func.sum(SearchRow.gpus)).where(SearchRow.state == SearchState.RUNNING)
             oldest, gpus = session.scalar(queued), session.scalar(held)
         return Counts(
             searches=searches,
@@ -259,7 +263,9 @@ class Queue:
     def taken(self, runner: str) -> bool:
         """Return whether the actor ``runner`` has claimed a search."""
         with self._store.reading() as session:
-            return session.scalar(select(Search.id).filter_by(runner=runner).limit(1)) is not None
+            return (
+                session.scalar(select(SearchRow.id).filter_by(runner=runner).limit(1)) is not None
+            )
 
     def wait(self, search: SearchRecord, what: str) -> None:
         """Store what a starting search waits for."""
@@ -296,8 +302,8 @@ class Queue:
                 raise UsageError(
                     f"the launch line needs {gpus} GPUs, and {row.user} may hold {quota}"
                 )
-            others = select(func.coalesce(func.sum(Search.gpus), 0)).where(
-                Search.user == row.user, Search.state.in_(ACTIVE), Search.id != row.id
+            others = select(func.coalesce(func.sum(SearchRow.gpus), 0)).where(
+                SearchRow.user == row.user, SearchRow.state.in_(ACTIVE), SearchRow.id != row.id
             )
             if (session.scalar(others) or 0) + gpus <= quota:
                 return True
@@ -330,7 +336,7 @@ class Queue:
         ``counted``: whether this loss counts.
         """
         now, count = _now(), 0
-        active = select(Search).where(Search.state.in_(ACTIVE))
+        active = select(SearchRow).where(SearchRow.state.in_(ACTIVE))
         with self._store.reading() as session:
             if all(live_owner(row, now) is not None for row in session.scalars(active)):
                 return 0
@@ -357,7 +363,9 @@ class Queue:
 
     def expire(self) -> int:
         """End the queued searches whose deadline has passed; return how many there were."""
-        late = select(Search).where(Search.state == SearchState.QUEUED, Search.deadline <= _now())
+        late = select(SearchRow).where(
+            SearchRow.state == SearchState.QUEUED, SearchRow.deadline <= _now()
+        )
         with self._store.reading() as session:
             if session.scalar(late.limit(1)) is None:
                 return 0
@@ -378,27 +386,29 @@ class Queue:
         One of the kind ``REPLACED`` takes the place of the one before of its slot.
         """
         number = search.id
-        rows = [Notice(search_id=number, kind=kind, content=content) for kind, content in notices]
+        rows = [
+            NoticeRow(search_id=number, kind=kind, content=content) for kind, content in notices
+        ]
         with self._store.writing() as session:
             session.add_all(rows)
             session.flush()  # first: SQLite would give the new row the id of a deleted one
             for row in rows:
                 if row.kind == REPLACED:
-                    slot = type_coerce(Notice.content, JSON)["slot"].as_integer()
-                    same = [Notice.kind == REPLACED, slot == row.content["slot"]]
-                    before = [Notice.search_id == number, Notice.id < row.id]
-                    session.execute(delete(Notice).where(*before, *same))
+                    slot = type_coerce(NoticeRow.content, JSON)["slot"].as_integer()
+                    same = [NoticeRow.kind == REPLACED, slot == row.content["slot"]]
+                    before = [NoticeRow.search_id == number, NoticeRow.id < row.id]
+                    session.execute(delete(NoticeRow).where(*before, *same))
 
     def notices(self, number: int, *, after: int = 0, most: int = 500) -> tuple[NoticeRecord, ...]:
         """Return the notices of a search with an id above ``after``, oldest first."""
         query = (
-            select(Notice)
-            .where(Notice.search_id == number, Notice.id > after)
-            .order_by(Notice.id)
+            select(NoticeRow)
+            .where(NoticeRow.search_id == number, NoticeRow.id > after)
+            .order_by(NoticeRow.id)
             .limit(most)
         )
         with self._store.reading() as session:
-            return tuple(map(Notice.record, session.scalars(query)))
+            return tuple(map(NoticeRow.record, session.scalars(query)))
 
     # --- uploads ------------------------------------------------------------------------------
 
@@ -418,16 +428,16 @@ class Queue:
         """
         with self._store.writing() as session:
             audit(session, user, "upload", digest, address)
-            others = select(func.sum(Upload.size)).where(
-                Upload.user == user, Upload.digest != digest
+            others = select(func.sum(UploadRow.size)).where(
+                UploadRow.user == user, UploadRow.digest != digest
             )
             if limits is not None:
                 _check_bytes((session.scalar(others) or 0) + len(content), limits)
             if _has_upload(session, digest):
-                again = update(Upload).where(Upload.digest == digest)
+                again = update(UploadRow).where(UploadRow.digest == digest)
                 session.execute(again.values(created=_now(), user=user))
             else:
-                row = Upload(digest=digest, content=content, created=_now())
+                row = UploadRow(digest=digest, content=content, created=_now())
                 row.user, row.size = user, len(content)
                 session.add(row)
 
@@ -437,21 +447,21 @@ class Queue:
         A queued or active search uses its archive, and one that ended later than ``before`` did.
         """
         users = exists().where(
-            Search.upload == Upload.digest,
-            or_(Search.state.in_((SearchState.QUEUED, *ACTIVE)), Search.ended >= before),
+            SearchRow.upload == UploadRow.digest,
+            or_(SearchRow.state.in_((SearchState.QUEUED, *ACTIVE)), SearchRow.ended >= before),
         )
-        old = select(Upload.digest).where(Upload.created < before, ~users)
+        old = select(UploadRow.digest).where(UploadRow.created < before, ~users)
         with self._store.reading() as session:
             found = session.scalars(old).all()
         if found:
             with self._store.writing() as session:
-                session.execute(delete(Upload).where(Upload.digest.in_(found), ~users))
+                session.execute(delete(UploadRow).where(UploadRow.digest.in_(found), ~users))
         return len(found)
 
     def upload(self, digest: str) -> bytes:
         """Return an archive."""
         with self._store.reading() as session:
-            content = session.scalar(select(Upload.content).filter_by(digest=digest))
+            content = session.scalar(select(UploadRow.content).filter_by(digest=digest))
         if content is None:
             raise UsageError(f"the folder {digest} is no longer stored: send it again")
         return content
@@ -461,11 +471,11 @@ class Queue:
     def add_token(self, user: str, digest: str, expires: datetime | None = None) -> None:
         """Store the digest of a user's new token; ``expires``: from when on it is refused."""
         with self._store.writing() as session:
-            session.add(Token(user=user, digest=digest, created=_now(), expires=expires))
+            session.add(TokenRow(user=user, digest=digest, created=_now(), expires=expires))
 
     def tokens(self) -> tuple[TokenRecord, ...]:
         """Return all tokens, also those that are refused now, by user."""
-        query = select(Token).order_by(Token.user, Token.id)
+        query = select(TokenRow).order_by(TokenRow.user, TokenRow.id)
         with self._store.reading() as session:
             return tuple(row.record() for row in session.scalars(query))
 
@@ -474,10 +484,10 @@ class Queue:
 
         Their rows stay: a service without any token would be open to everybody.
         """
-        late = or_(Token.expires.is_(None), Token.expires > _now())
-        query = select(Token).where(Token.user == user, late)
+        late = or_(TokenRow.expires.is_(None), TokenRow.expires > _now())
+        query = select(TokenRow).where(TokenRow.user == user, late)
         if number is not None:
-            query = query.where(Token.id == number)
+            query = query.where(TokenRow.id == number)
         with self._store.writing() as session:
             found = session.scalars(query).all()
             for row in found:
@@ -486,22 +496,22 @@ class Queue:
 
     def user_of(self, digest: str) -> str | None:
         """Return the user with this digest of a token; ``None`` if there is none or it is over."""
-        late = or_(Token.expires.is_(None), Token.expires > _now())
+        late = or_(TokenRow.expires.is_(None), TokenRow.expires > _now())
         with self._store.reading() as session:
-            return session.scalar(select(Token.user).where(Token.digest == digest, late))
+            return session.scalar(select(TokenRow.user).where(TokenRow.digest == digest, late))
 
     def users(self) -> tuple[str, ...]:
         """Return the names of the users that have, or had, a token."""
         with self._store.reading() as session:
-            return tuple(session.scalars(select(Token.user).distinct().order_by(Token.user)))
+            return tuple(session.scalars(select(TokenRow.user).distinct().order_by(TokenRow.user)))
 
     def _set(self, search: SearchRecord, **values: Any) -> None:
         with self._store.writing() as session:
-            session.execute(update(Search).where(Search.id == search.id).values(**values))
+            session.execute(update(SearchRow).where(SearchRow.id == search.id).values(**values))
 
 
-def _row(session: Session, number: int, user: str | None = None) -> Search:
-    row = session.get(Search, number)
+def _row(session: Session, number: int, user: str | None = None) -> SearchRow:
+    row = session.get(SearchRow, number)
     if row is None or (user is not None and row.user != user):
         raise NoSuchSearch(f"there is no search {number}")
     return row
@@ -509,7 +519,7 @@ def _row(session: Session, number: int, user: str | None = None) -> Search:
 
 def _check_queued(session: Session, user: str, limits: Limits) -> None:
     """Raise ``OverQuota`` if no more searches of a user may wait."""
-    waiting = _count(session, (Search.user == user) & (Search.state == SearchState.QUEUED))
+    waiting = _count(session, (SearchRow.user == user) & (SearchRow.state == SearchState.QUEUED))
     if waiting >= limits.queued:
         raise OverQuota(
             f"{waiting} searches of {user} wait already, as many as may: cancel one, or try later"
@@ -534,12 +544,12 @@ def missed(waits_for: str) -> str:
     return f"its deadline passed while it waited{what}: submit it again, with a later one"
 
 
-def _end(session: Session, row: Search, state: SearchState) -> None:
+def _end(session: Session, row: SearchRow, state: SearchState) -> None:
     _charge(session, row)
     row.state, row.ended, row.waits_for = state, _now(), None
 
 
-def _charge(session: Session, row: Search) -> None:
+def _charge(session: Session, row: SearchRow) -> None:
     """Add the time for which a running search has held its GPUs to the account of its user."""
     if row.state == SearchState.RUNNING and row.started is not None:
         held = (_now() - row.started).total_seconds() * row.gpus
@@ -547,7 +557,7 @@ def _charge(session: Session, row: Search) -> None:
 
 
 def _has_upload(session: Session, digest: str) -> bool:
-    return session.scalar(select(Upload.digest).filter_by(digest=digest)) is not None
+    return session.scalar(select(UploadRow.digest).filter_by(digest=digest)) is not None
 
 
 def _now() -> datetime:

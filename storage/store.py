@@ -22,12 +22,12 @@ from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
 from autofit.storage.models import (
-    Discovery,
-    Event,
-    Held,
-    Search,
-    Study,
-    Trial,
+    DiscoveryRow,
+    EventRow,
+    HeldRow,
+    SearchRow,
+    StudyRow,
+    TrialRow,
 )
 from autofit.storage.owner import TOLERANCE, Owner
 from autofit.storage.records import (
@@ -114,8 +114,8 @@ class Store:
             # If this fails, the ownership ends with this process or with its lease.
             with contextlib.suppress(StorageError), self.writing() as session:
                 session.execute(
-                    update(Study)
-                    .where(Study.id.in_(self._claimed), held_by(Study, Owner.current()))
+                    update(StudyRow)
+                    .where(StudyRow.id.in_(self._claimed), held_by(StudyRow, Owner.current()))
                     .values(owner_host=None, owner_pid=None, owner_started=None, lease_until=None)
                 )
         self._claimed.clear()
@@ -154,9 +154,9 @@ class Store:
         now, me = _now(), Owner.current()
         with self.writing() as session:
             newest = session.scalar(
-                select(Study)
-                .where(Study.fingerprint == key.fingerprint)
-                .order_by(Study.generation.desc())
+                select(StudyRow)
+                .where(StudyRow.fingerprint == key.fingerprint)
+                .order_by(StudyRow.generation.desc())
                 .limit(1)
                 .with_for_update()
             )
@@ -176,27 +176,27 @@ class Store:
                 give_to(study, me, now)
                 self._claimed.add(study.id)
             session.flush()
-            return self._record(Study.record, study)
+            return self._record(StudyRow.record, study)
 
     def studies(self, script_path: str | None = None) -> tuple[StudyRecord, ...]:
         """Return all studies, or those of one ``records.script_path``, newest first."""
-        query = select(Study).order_by(Study.created.desc(), Study.generation.desc())
+        query = select(StudyRow).order_by(StudyRow.created.desc(), StudyRow.generation.desc())
         if script_path is not None:
-            query = query.where(Study.script_path == convert.readable(script_path))
+            query = query.where(StudyRow.script_path == convert.readable(script_path))
         with self.reading() as session:
-            return self._records(Study.record, session.scalars(query))
+            return self._records(StudyRow.record, session.scalars(query))
 
     def study(self, identifier: str) -> StudyRecord:
         """Return the present state of the study with this identifier."""
         with self.reading() as session:
-            return self._record(Study.record, self._study(session, identifier))
+            return self._record(StudyRow.record, self._study(session, identifier))
 
     def set_facts(self, study: StudyRecord, facts: Facts) -> StudyRecord:
         """Store the facts about the script in place of earlier ones."""
         with self.writing() as session:
             row = self._study(session, study.id)
             row.facts = facts
-            return self._record(Study.record, row)
+            return self._record(StudyRow.record, row)
 
     def delete_study(self, study: StudyRecord) -> None:
         """Delete a study with its trials and its events.
@@ -205,12 +205,14 @@ class Store:
         """
         with self.writing() as session:
             row = self._study(session, study.id)
-            mine = select(Trial.id).filter_by(study_id=study.id)
+            mine = select(TrialRow.id).filter_by(study_id=study.id)
             session.execute(
-                delete(Event).where((Event.study_id == study.id) | Event.trial_id.in_(mine))
+                delete(EventRow).where(
+                    (EventRow.study_id == study.id) | EventRow.trial_id.in_(mine)
+                )
             )
-            session.execute(delete(Trial).filter_by(study_id=study.id))
-            session.execute(update(Search).filter_by(study_id=study.id).values(study_id=None))
+            session.execute(delete(TrialRow).filter_by(study_id=study.id))
+            session.execute(update(SearchRow).filter_by(study_id=study.id).values(study_id=None))
             session.delete(row)
 
     def leave_out(self, study: StudyRecord, strategy: str, level: str, reason: str) -> StudyRecord:
@@ -220,7 +222,7 @@ class Store:
             left_out = row.cell("left_out")
             if not any((strategy, level) == each[:2] for each in left_out):
                 row.left_out = (*left_out, (strategy, level, reason))
-            return self._record(Study.record, row)
+            return self._record(StudyRow.record, row)
 
     def add_seconds(
         self, study: StudyRecord, seconds: float, by_phase: Seconds = ()
@@ -230,7 +232,7 @@ class Store:
             row = self._study(session, study.id)
             row.seconds += seconds
             row.seconds_by_phase = added(row.cell("seconds_by_phase"), by_phase)
-            return self._record(Study.record, row)
+            return self._record(StudyRow.record, row)
 
     def next_launch(self, study: StudyRecord) -> int:
         """Return a new number for the next launch: 0, 1, 2, ... in this study."""
@@ -245,7 +247,7 @@ class Store:
         """Return another live process that searches the study, or ``None``."""
         now, me = _now(), Owner.current()
         with self.reading() as session:
-            rows: list[Held] = [self._study(session, study.id)]
+            rows: list[HeldRow] = [self._study(session, study.id)]
             rows += session.scalars(_running(study))
             live = (live_owner(row, now, other_than=me) for row in rows)
             return next((owner for owner in live if owner is not None), None)
@@ -255,14 +257,16 @@ class Store:
         lease = _now() + LEASE
         with self.writing() as session:
             session.execute(
-                update(Trial)
-                .where(Trial.state == State.RUNNING, held_by(Trial, owner))
+                update(TrialRow)
+                .where(TrialRow.state == State.RUNNING, held_by(TrialRow, owner))
                 .values(lease_until=lease)
             )
-            session.execute(update(Study).where(held_by(Study, owner)).values(lease_until=lease))
             session.execute(
-                update(Search)
-                .where(Search.state.in_(ACTIVE), held_by(Search, owner))
+                update(StudyRow).where(held_by(StudyRow, owner)).values(lease_until=lease)
+            )
+            session.execute(
+                update(SearchRow)
+                .where(SearchRow.state.in_(ACTIVE), held_by(SearchRow, owner))
                 .values(lease_until=lease)
             )
 
@@ -294,9 +298,9 @@ class Store:
         now = _now()
         with self.writing() as session:
             parent = self._study(session, study.id)
-            last = session.scalar(select(func.max(Trial.number)).filter_by(study_id=study.id))
+            last = session.scalar(select(func.max(TrialRow.number)).filter_by(study_id=study.id))
             rows = [
-                Trial(
+                TrialRow(
                     study_id=study.id,
                     number=number,
                     purpose=purpose,
@@ -313,7 +317,7 @@ class Store:
                 give_to(row, owner, now)
             session.add_all(rows)
             session.flush()
-            return tuple(self._record(Trial.record, row) for row in rows)
+            return tuple(self._record(TrialRow.record, row) for row in rows)
 
     def finish(
         self,
@@ -349,7 +353,7 @@ class Store:
                     f"{_name(trial)} cannot be finished: another trial of this study has"
                     f" finished the same plan ({trial.plan}); release it"
                 ) from error
-            return self._record(Trial.record, row)
+            return self._record(TrialRow.record, row)
 
     def amend(self, trial: TrialRecord, report: TrialReport) -> TrialRecord:
         """Replace the report of a finished trial: its process has learned more since."""
@@ -358,7 +362,7 @@ class Store:
             if row.state != State.FINISHED:
                 raise StorageError(f"{_name(trial)} has not finished; finish it")
             _set_report(row, report)
-            return self._record(Trial.record, row)
+            return self._record(TrialRow.record, row)
 
     def release(self, trial: TrialRecord) -> None:
         """Delete a running trial that gets no verdict; its plan may get a new trial."""
@@ -373,31 +377,31 @@ class Store:
         purpose: Purpose | None = None,
     ) -> tuple[TrialRecord, ...]:
         """Return the study's trials by number, with their reports."""
-        query = select(Trial).filter_by(study_id=study.id).order_by(Trial.number)
+        query = select(TrialRow).filter_by(study_id=study.id).order_by(TrialRow.number)
         if state is not None:
             query = query.filter_by(state=state)
         if purpose is not None:
             query = query.filter_by(purpose=purpose)
         with self.reading() as session:
-            return self._records(Trial.record, session.scalars(query))
+            return self._records(TrialRow.record, session.scalars(query))
 
     def reference(self, study: StudyRecord) -> tuple[TrialRecord, Trace] | None:
         """Return the first trial of the study's search that has a trace, and the trace."""
         query = (
-            select(Trial)
+            select(TrialRow)
             .filter_by(study_id=study.id, purpose=Purpose.SEARCH)
-            .where(Trial.trace.is_not(None))
-            .order_by(Trial.number)
-            .options(undefer(Trial.trace))
+            .where(TrialRow.trace.is_not(None))
+            .order_by(TrialRow.number)
+            .options(undefer(TrialRow.trace))
         )
         with self.reading() as session:
-            return next(iter(self._records(Trial.traced, session.scalars(query))), None)
+            return next(iter(self._records(TrialRow.traced, session.scalars(query))), None)
 
     def trace(self, trial: TrialRecord) -> Trace | None:
         """Return the trace of a trial, if it is stored: of the reference and confirmation runs."""
         with self.reading() as session:
             row = self._trial(session, trial)
-            return None if row.trace is None else self._record(Trial.traced, row)[1]
+            return None if row.trace is None else self._record(TrialRow.traced, row)[1]
 
     # --- events -------------------------------------------------------------------------------
 
@@ -412,7 +416,7 @@ class Store:
     ) -> EventRecord:
         """Store an event that happened outside trials; ``payload`` is plain JSON."""
         with self.writing() as session:
-            row = Event(
+            row = EventRow(
                 kind=kind,
                 payload=dict(payload),
                 versions=dict(versions or (study.versions if study else {})),
@@ -422,19 +426,19 @@ class Store:
             )
             session.add(row)
             session.flush()
-            return self._record(Event.record, row)
+            return self._record(EventRow.record, row)
 
     def events(
         self, kind: str | None = None, *, study: StudyRecord | None = None
     ) -> tuple[EventRecord, ...]:
         """Return the events, oldest first; all, or those of one kind or one study."""
-        query = select(Event).order_by(Event.id)
+        query = select(EventRow).order_by(EventRow.id)
         if kind is not None:
             query = query.filter_by(kind=kind)
         if study is not None:
             query = query.filter_by(study_id=study.id)
         with self.reading() as session:
-            return self._records(Event.record, session.scalars(query))
+            return self._records(EventRow.record, session.scalars(query))
 
     # --- discoveries --------------------------------------------------------------------------
 
@@ -449,24 +453,27 @@ class Store:
 
         It replaces what was known under the same name.
         """
-        known = select(Discovery).filter_by(fingerprint=key.fingerprint)
+        known = select(DiscoveryRow).filter_by(fingerprint=key.fingerprint)
         with self.writing() as session:
             rows = {
-                row.name: row for row in session.scalars(known.where(Discovery.name.in_(found)))
+                row.name: row for row in session.scalars(known.where(DiscoveryRow.name.in_(found)))
             }
             for name, content in found.items():
                 row = rows.get(name)
                 if row is None:
-                    row = Discovery(fingerprint=key.fingerprint, name=name, key=asdict(key))
+                    row = DiscoveryRow(fingerprint=key.fingerprint, name=name, key=asdict(key))
                     session.add(row)
                 row.content, row.versions, row.updated = content, dict(versions or {}), _now()
 
     def discoveries(self, key: Fingerprinted) -> dict[str, DiscoveryRecord]:
         """Return what is known of ``key``, by name, in the order in which it was first stored."""
-        query = select(Discovery).filter_by(fingerprint=key.fingerprint).order_by(Discovery.id)
+        query = (
+            select(DiscoveryRow).filter_by(fingerprint=key.fingerprint).order_by(DiscoveryRow.id)
+        )
         with self.reading() as session:
             return {
-                each.name: each for each in self._records(Discovery.record, session.scalars(query))
+                each.name: each
+                for each in self._records(DiscoveryRow.record, session.scalars(query))
             }
 
     def add_evidence(self, key: EvidenceKey, found: Sequence[Proven]) -> None:
@@ -512,7 +519,7 @@ class Store:
             remedy = "search again with --fresh, or use the version of autofit that wrote it"
             raise StorageError(
                 f"{_named(row)} in the store {engine.show(self._location)} cannot be read: {error}"
-                + (f"; {remedy}" if isinstance(row, Study | Trial) else "")
+                + (f"; {remedy}" if isinstance(row, StudyRow | TrialRow) else "")
             ) from error
 
     def _records(self, read: Callable[[R], T], rows: Iterable[R]) -> tuple[T, ...]:
@@ -545,19 +552,19 @@ class Store:
         self.writes += 1
         return self._session(write=True)
 
-    def _study(self, session: Session, identifier: str) -> Study:
-        row = session.get(Study, identifier, with_for_update=session.bind is self._writer)
+    def _study(self, session: Session, identifier: str) -> StudyRow:
+        row = session.get(StudyRow, identifier, with_for_update=session.bind is self._writer)
         if row is None:
             raise StorageError(f"the store {engine.show(self._location)} has no study {identifier}")
         return row
 
-    def _trial(self, session: Session, trial: TrialRecord) -> Trial:
-        row = session.get(Trial, trial.id, with_for_update=True)
+    def _trial(self, session: Session, trial: TrialRecord) -> TrialRow:
+        row = session.get(TrialRow, trial.id, with_for_update=True)
         if row is None:
             raise StorageError(f"the store {engine.show(self._location)} has no {_name(trial)}")
         return row
 
-    def _running_trial(self, session: Session, trial: TrialRecord, to: str) -> Trial:
+    def _running_trial(self, session: Session, trial: TrialRecord, to: str) -> TrialRow:
         row = self._trial(session, trial)
         if row.state != State.RUNNING:
             raise StorageError(
@@ -566,7 +573,7 @@ class Store:
         return row
 
 
-def _set_report(row: Trial, report: TrialReport) -> None:
+def _set_report(row: TrialRow, report: TrialReport) -> None:
     row.report = replace(
         report,
         reason=convert.readable(report.reason),
@@ -579,13 +586,13 @@ def _set_report(row: Trial, report: TrialReport) -> None:
 def _named(row: object) -> str:
     """Return the name of a row for messages."""
     match row:
-        case Study():
+        case StudyRow():
             return f"study {row.id}"
-        case Trial():
+        case TrialRow():
             return f"trial {row.number} of study {row.study_id}"
-        case Event():
+        case EventRow():
             return f"event {row.id}"
-        case Discovery():
+        case DiscoveryRow():
             return f"discovery {row.name} on {row.key}"
     return "a row"
 
@@ -599,15 +606,15 @@ def _name(trial: TrialRecord) -> str:
 
 
 def _running(study: StudyRecord) -> Any:
-    return select(Trial).filter_by(study_id=study.id, state=State.RUNNING)
+    return select(TrialRow).filter_by(study_id=study.id, state=State.RUNNING)
 
 
-def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
+def _new_study(session: Session, key: StudyKey, generation: int) -> StudyRow:
     """Return an empty study with a new identifier."""
     stem = key.fingerprint[:8]
-    taken = set(session.scalars(select(Study.id).where(Study.id.startswith(stem))))
+    taken = set(session.scalars(select(StudyRow.id).where(StudyRow.id.startswith(stem))))
     names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-    return Study(
+    return StudyRow(
         id=next(name for name in names if name not in taken),
         fingerprint=key.fingerprint,
         generation=generation,
@@ -620,7 +627,7 @@ def _new_study(session: Session, key: StudyKey, generation: int) -> Study:
     )
 
 
-def held_by(table: type[Held], owner: Owner) -> Any:
+def held_by(table: type[HeldRow], owner: Owner) -> Any:
     """Return the condition that ``owner`` holds a row of ``table``."""
     return (
         (table.owner_host == owner.host)
@@ -629,19 +636,19 @@ def held_by(table: type[Held], owner: Owner) -> Any:
     )
 
 
-def give_to(row: Held, owner: Owner, now: datetime) -> None:
+def give_to(row: HeldRow, owner: Owner, now: datetime) -> None:
     """Make ``owner`` the owner of ``row``."""
     row.owner_host, row.owner_pid, row.owner_started = owner.host, owner.pid, owner.started
     row.lease_until = now + LEASE
 
 
-def _end(row: Trial, state: State, now: datetime) -> None:
+def _end(row: TrialRow, state: State, now: datetime) -> None:
     row.state = state
     row.ended = now
     row.lease_until = None
 
 
-def live_owner(row: Held, now: datetime, other_than: Owner | None = None) -> Owner | None:
+def live_owner(row: HeldRow, now: datetime, other_than: Owner | None = None) -> Owner | None:
     """Return the owner of ``row``, if that process is alive and is not ``other_than``."""
     owner = row.owner
     if owner is None or (other_than is not None and owner.same(other_than)):

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Row, ScalarSelect, Select, exists, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from autofit.storage.models import Account, Search
+from autofit.storage.models import AccountRow, SearchRow
 from autofit.storage.searches import ACTIVE, SearchRecord, SearchState
 
 
@@ -21,34 +21,38 @@ def next_numbers(host: str | None) -> Select[Any]:
     from starting. Another with the same subject is active. Its user would hold more GPUs than
     allowed. Another on ``host`` waits for its devices; ``None`` leaves this one out.
     """
-    same, others, waiting = aliased(Search), aliased(Search), aliased(Search)
+    same, others, waiting = aliased(SearchRow), aliased(SearchRow), aliased(SearchRow)
     busy = (
         select(func.count())
         .select_from(others)
-        .where(others.user == Search.user, others.state.in_(ACTIVE))
+        .where(others.user == SearchRow.user, others.state.in_(ACTIVE))
         .scalar_subquery()
     )
-    quota = select(Account.gpus).where(Account.user == Search.user).scalar_subquery()
-    query = select(Search.id).where(
-        Search.state == SearchState.QUEUED,
-        ~exists().where(same.subject == Search.subject, same.state.in_(ACTIVE)),
-        or_(quota.is_(None), _held() + Search.gpus <= quota),
+    quota = select(AccountRow.gpus).where(AccountRow.user == SearchRow.user).scalar_subquery()
+    query = select(SearchRow.id).where(
+        SearchRow.state == SearchState.QUEUED,
+        ~exists().where(same.subject == SearchRow.subject, same.state.in_(ACTIVE)),
+        or_(quota.is_(None), _held() + SearchRow.gpus <= quota),
     )
     if host is not None:
         query = query.where(
             ~exists().where(waiting.state == SearchState.STARTING, waiting.owner_host == host)
         )
     return query.order_by(
-        Search.priority.desc(), busy, Search.deadline.is_(None), Search.deadline, Search.id
+        SearchRow.priority.desc(),
+        busy,
+        SearchRow.deadline.is_(None),
+        SearchRow.deadline,
+        SearchRow.id,
     )
 
 
 def _held() -> ScalarSelect[int]:
     """Return the GPUs that the active searches of a search's user hold."""
-    others = aliased(Search)
+    others = aliased(SearchRow)
     return (
         select(func.coalesce(func.sum(others.gpus), 0))
-        .where(others.user == Search.user, others.state.in_(ACTIVE))
+        .where(others.user == SearchRow.user, others.state.in_(ACTIVE))
         .scalar_subquery()
     )
 
@@ -59,7 +63,7 @@ class Reasons:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def record(self, row: Search) -> SearchRecord:
+    def record(self, row: SearchRow) -> SearchRecord:
         """Return the record of a search, with what it waits for."""
         if row.state == SearchState.QUEUED:
             return row.record(self._of(row))
@@ -73,8 +77,8 @@ class Reasons:
 
     @cached_property
     def _active(self) -> list[Row[tuple[int, str, str, str, int]]]:
-        columns = Search.id, Search.user, Search.state, Search.subject, Search.gpus
-        query = select(*columns).where(Search.state.in_(ACTIVE)).order_by(Search.id.desc())
+        columns = SearchRow.id, SearchRow.user, SearchRow.state, SearchRow.subject, SearchRow.gpus
+        query = select(*columns).where(SearchRow.state.in_(ACTIVE)).order_by(SearchRow.id.desc())
         return list(self._session.execute(query))
 
     @cached_property
@@ -92,10 +96,11 @@ class Reasons:
     @cached_property
     def _quotas(self) -> dict[str, int | None]:
         return {
-            user: gpus for user, gpus in self._session.execute(select(Account.user, Account.gpus))
+            user: gpus
+            for user, gpus in self._session.execute(select(AccountRow.user, AccountRow.gpus))
         }
 
-    def _of(self, row: Search) -> str:
+    def _of(self, row: SearchRow) -> str:
         """Return what a queued search waits for; empty if it starts in a moment."""
         if (same := self._subjects.get(row.subject)) is not None:
             return f"search {same}, which searches the same script"

@@ -272,7 +272,7 @@ class Deferred(ABC):
         """Concatenate this output and ``others`` along ``dim``; ``None`` if impossible."""
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     """The process as a strategy's hook sees it; the harness implements it."""
 
     @property
@@ -690,7 +690,7 @@ class Strategy(ABC):
         """Return whether ``level`` acts in a process before the model exists."""
         return not self.level(level).undo or type(self).on_process is not Strategy.on_process
 
-    def on_process(self, level: str, process: Process) -> Undo | None:
+    def on_process(self, level: str, process: ProcessHandle) -> Undo | None:
         """Change settings of the process after torch is imported and before any root runs.
 
         Called for the first plan of a process only; later plans change the root.

@@ -11,7 +11,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
-    Process,
+    ProcessHandle,
     Root,
     Shards,
     Strategy,
@@ -155,7 +155,7 @@ class Sharding(Strategy):
             return f"sharding: it cannot divide the state of optimizer {levels['optimizer']}"
         return None
 
-    def on_process(self, level: str, process: Process) -> Undo | None:
+    def on_process(self, level: str, process: ProcessHandle) -> Undo | None:
         """Let the script create a model that is too large for one device."""
         shards = self._of_weights(level)
         return process.page_weights() if shards and shards.gathers_twice else None

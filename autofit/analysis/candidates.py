@@ -31,7 +31,7 @@ REFINED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class AskingLaunch:
     """The launch that asks for a plan."""
 
     fixed: Plan = field(default_factory=Plan)
@@ -86,7 +86,7 @@ class SearchState:
             return None
         return level_sets_needed(self.space, self.facts, self.budget, cuda=self.cuda)
 
-    def situation(self, launch: Launch | None = None) -> Situation:
+    def situation(self, launch: AskingLaunch | None = None) -> Situation:
         """Return the situation from which to choose a plan for ``launch``, or for a new launch."""
         finished, drifted = self.finished, self.drifted
         good = tuple(each for each in finished if not tainted(each.plan, drifted, finished))

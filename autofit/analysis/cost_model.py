@@ -83,7 +83,7 @@ SHARES = tuple(part / 6 for part in range(7))
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class _Observation:
     """The measurement of one plan at one micro-batch size."""
 
     plan: Plan
@@ -100,7 +100,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class _Row:
     """A data point of a fit, or a lower bound."""
 
     plan: Plan
@@ -114,7 +114,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Designs:
+class _Designs:
     """What is known of plans beside the effects of their levels: one row, or entry, a plan."""
 
     effects: Array
@@ -130,7 +130,7 @@ class Designs:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class _Outcomes:
     """Predicted outcomes of plans: arrays with one row a draw and one column a plan."""
 
     plans: tuple[Plan, ...]
@@ -211,7 +211,7 @@ class CostModel:
         )
 
     def _fit_memory(
-        self, measured: Sequence[Observation], effects: _Expectations, *, cuda: bool
+        self, measured: Sequence[_Observation], effects: _Expectations, *, cuda: bool
     ) -> _Fit:
         """Fit the parameters of ``_peak``."""
         context = context_of(round(self._budget), cuda=cuda)
@@ -226,13 +226,13 @@ class CostModel:
                 KEEPS,
                 PRIORS.memory_effects,
             ),
-            [Row(each.plan, each.blocks, each.samples, each.peak) for each in measured],
+            [_Row(each.plan, each.blocks, each.samples, each.peak) for each in measured],
             [bound for trial in self._finished for bound in self._bounds(trial)],
         )
 
     def _fit_time(
         self,
-        measured: Sequence[Observation],
+        measured: Sequence[_Observation],
         effects: _Expectations,
         *,
         cuda: bool,
@@ -274,7 +274,7 @@ class CostModel:
                 ),
                 _prior_covariance([], launch_widths, PRIORS.launch_effects),
             ),
-            [Row(e.plan, e.blocks, e.samples, e.seconds, e.noise) for e in measured],
+            [_Row(e.plan, e.blocks, e.samples, e.seconds, e.noise) for e in measured],
             [],
         )
 
@@ -290,7 +290,7 @@ class CostModel:
         peak = self._peak(self._memory.mean[None], designs, size)
         return float(seconds[0, 0]), float(peak[0, 0])
 
-    def outcomes(self, plans: Sequence[Plan]) -> Outcomes:
+    def outcomes(self, plans: Sequence[Plan]) -> _Outcomes:
         """Return draws of the outcomes of ``plans``, from the same draws of the parameters.
 
         Plans with an open number of blocks are tried with each of ``SHARES``.
@@ -321,11 +321,11 @@ class CostModel:
         first = np.searchsorted(columns, np.arange(len(plans)))
         fastest = np.minimum.reduceat(seconds, first, axis=1)
         chosen = np.where(seconds == fastest[:, columns], samples, 0.0)
-        return Outcomes(tuple(plans), fastest, np.maximum.reduceat(chosen, first, axis=1))
+        return _Outcomes(tuple(plans), fastest, np.maximum.reduceat(chosen, first, axis=1))
 
     # --- the structure ---------------------------------------------------------------------
 
-    def _peak(self, theta: Array, designs: Designs, samples: Array) -> Array:
+    def _peak(self, theta: Array, designs: _Designs, samples: Array) -> Array:
         """Return the peak bytes of each plan of ``designs`` for each row of ``theta``."""
         context, slope, state = (np.exp(theta[:, [i]]) for i in range(3))
         factor = {
@@ -341,7 +341,7 @@ class CostModel:
         held = weights + state_bytes + work
         return np.asarray(total_bytes(held, factor[Memory.WORKSPACE], context))
 
-    def _seconds(self, theta: Array, designs: Designs, samples: Array) -> Array:
+    def _seconds(self, theta: Array, designs: _Designs, samples: Array) -> Array:
         """Return the step seconds of each plan of ``designs`` for each row of ``theta``."""
         plain, rerun, overhead, longer = (np.exp(theta[:, [i]]) for i in range(4))
         effects, launches = np.split(theta[:, 4:], 2, axis=1)
@@ -357,12 +357,12 @@ class CostModel:
         """Return the share of the blocks that is checkpointed under ``plan``."""
         return BLOCKS.extent(plan.blocks, self._facts)
 
-    def _designed(self, plans: Sequence[Plan]) -> Designs:
+    def _designed(self, plans: Sequence[Plan]) -> _Designs:
         return self._designs(plans, [self._blocks(plan) for plan in plans])
 
-    def _designs(self, plans: Sequence[Plan], blocks: Sequence[float]) -> Designs:
+    def _designs(self, plans: Sequence[Plan], blocks: Sequence[float]) -> _Designs:
         """Return the designs of ``plans``; ``blocks`` is the share that each checkpoints."""
-        return Designs(
+        return _Designs(
             effects=_effects(plans, blocks),
             whole=np.array([self._whole(plan) for plan in plans]),
             ranks=np.array([float(plan.ranks) for plan in plans]),
@@ -380,7 +380,7 @@ class CostModel:
         """Return the samples in a batch of one rank under ``plan``."""
         return max(1.0, plan.samples(round(self._batch)) / plan.ranks)
 
-    def _bounds(self, trial: TrialRecord) -> list[Row]:
+    def _bounds(self, trial: TrialRecord) -> list[_Row]:
         """Return a lower bound on the peak at the size that ran out of memory, if one did."""
         short = trial.report.out_of_memory if trial.report else None
         if short is None:
@@ -392,7 +392,7 @@ class CostModel:
         blocks = BLOCKS.extent(at_most if level == AUTO else level, self._facts)
         smallest = float(trial.plan.chunk or 1) if trial.plan.splits else whole
         size = short.micro_batch or (smallest if out else whole)
-        return [Row(plan, blocks, min(float(size), whole), float(trial.budget))]
+        return [_Row(plan, blocks, min(float(size), whole), float(trial.budget))]
 
 
 class _Fit:
@@ -400,12 +400,12 @@ class _Fit:
 
     def __init__(
         self,
-        predict: Callable[[Array, Designs, Array], Array],
-        designed: Callable[[Sequence[Plan], Sequence[float]], Designs],
+        predict: Callable[[Array, _Designs, Array], Array],
+        designed: Callable[[Sequence[Plan], Sequence[float]], _Designs],
         prior: Array,
         unsure: Array,
-        points: Sequence[Row],
-        bounds: Sequence[Row],
+        points: Sequence[_Row],
+        bounds: Sequence[_Row],
     ) -> None:
         rows = (*points, *bounds)
         designs = designed([row.plan for row in rows], [row.blocks for row in rows])
@@ -442,7 +442,7 @@ class _Fit:
         return np.asarray(self.mean + noise @ self._spread.T)
 
 
-def _mean(plan: Plan, points: Sequence[Row], left: Array) -> float:
+def _mean(plan: Plan, points: Sequence[_Row], left: Array) -> float:
     """Return the mean residual of a plan's points, weighted by their inverse variance."""
     mine = [
         (1 / row.noise**2, off) for row, off in zip(points, left, strict=False) if row.plan == plan
@@ -473,7 +473,7 @@ def _least_squares(residuals: Callable[[Array], Array], start: Array) -> tuple[A
     return theta, np.linalg.inv(curvature)
 
 
-def _covariance(points: Sequence[Row]) -> Array:
+def _covariance(points: Sequence[_Row]) -> Array:
     """Return the covariance of the points, in units of ``PRIORS.deviation`` squared.
 
     Points of one plan share the deviation of the plan; each has noise of its own.
@@ -588,7 +588,7 @@ def _loads(plan: Plan, facts: Facts) -> bool:
     return facts.workers == 0 and plan.without_remedy(Waste.DATA_WAIT) == plan
 
 
-def _observations(trial: TrialRecord, facts: Facts, wait: float) -> list[Observation]:
+def _observations(trial: TrialRecord, facts: Facts, wait: float) -> list[_Observation]:
     """Return a point for each plan that a trial measured; its last measurement counts.
 
     ``wait``: the seconds that a step waits for data, under any plan. A trial that waited longer was
@@ -598,7 +598,7 @@ def _observations(trial: TrialRecord, facts: Facts, wait: float) -> list[Observa
     found = {each.plan(trial.plan): each for each in report.measurements} if report else {}
     loads = _loads(trial.plan, facts)
     return [
-        Observation(
+        _Observation(
             plan=trial.plan.searched,
             blocks=BLOCKS.extent(plan.blocks, facts),
             samples=float(each.micro_batch),

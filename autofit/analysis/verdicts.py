@@ -35,7 +35,7 @@ TIE = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class ExpectedTraining:
     """What the reference trained, as far as it is known."""
 
     plan: Plan
@@ -52,7 +52,7 @@ NOT_FINITE = "a loss that is not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Compared:
     """What ``compared`` found."""
 
     report: TrialReport
@@ -64,15 +64,15 @@ class Comparison:
 
 
 def compared(
-    report: TrialReport, trace: Trace | None, expected: Training, facts: Facts | None
-) -> Comparison:
+    report: TrialReport, trace: Trace | None, expected: ExpectedTraining, facts: Facts | None
+) -> Compared:
     """Compare the training of a measured plan with the reference's.
 
     ``trace`` holds the first steps of a plan that came first in its process. Without one, only the
     losses are compared.
     """
     if report.verdict is not Verdict.MEASURED:
-        return Comparison(report=report)
+        return Compared(report=report)
     found = _steps_compared(report, trace, expected, facts)
     if found.report is not report:  # its first steps have drifted
         return found
@@ -83,24 +83,24 @@ def compared(
 
 
 def _steps_compared(
-    report: TrialReport, trace: Trace | None, expected: Training, facts: Facts | None
-) -> Comparison:
+    report: TrialReport, trace: Trace | None, expected: ExpectedTraining, facts: Facts | None
+) -> Compared:
     """Compare the first steps of a measured plan, if it promises those of the reference."""
     fidelity = report.plan.fidelity(facts)
     if trace is None or report.plan.neutral or fidelity >= Fidelity.RECIPE:
-        return Comparison(report=report)
+        return Compared(report=report)
     if expected.trace is None:
-        return Comparison(report=report, without_reference=True)
+        return Compared(report=report, without_reference=True)
     if expected.repeats is False:
-        return Comparison(report=report)
+        return Compared(report=report)
     splits = report.plan.divides or expected.plan.divides
     steps = compare(trace, expected.trace, fidelity, splits=splits)
     if steps.drifted is not None:
-        return Comparison(report=_drifted(report, steps.drifted))
-    return Comparison(report=report, obstacle=(steps.obstacle or "") if steps.steps == 0 else "")
+        return Compared(report=_drifted(report, steps.drifted))
+    return Compared(report=report, obstacle=(steps.obstacle or "") if steps.steps == 0 else "")
 
 
-def _divergence(report: TrialReport, expected: Training, facts: Facts | None) -> str | None:
+def _divergence(report: TrialReport, expected: ExpectedTraining, facts: Facts | None) -> str | None:
     """Return how the losses differ. Without a reference, a plan that does not round is one."""
     losses = losses_of(report)
     if expected.trace is not None:

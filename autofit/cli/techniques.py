@@ -11,7 +11,7 @@ import click
 from autofit.cli.out import show, write
 
 if TYPE_CHECKING:
-    from autofit.space.pairs import Pair
+    from autofit.space.pairs import LevelPair
     from autofit.strategies import Strategy
 
 NOTHING = "no memory by itself"
@@ -57,7 +57,7 @@ def as_document(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def pair_document(pair: Pair) -> dict[str, Any]:
+def pair_document(pair: LevelPair) -> dict[str, Any]:
     """Return a pair for JSON: its levels, the levels they need, and why they clash, if they do."""
 
     def named(*settings: tuple[str, str]) -> list[dict[str, str]]:
@@ -88,7 +88,7 @@ def lines(strategies: Iterable[Strategy]) -> list[str]:
     return text[:-1]
 
 
-def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
+def matrix(names: Sequence[str], found: Sequence[LevelPair]) -> list[str]:
     """Return a line for each strategy: whether its levels combine with those of the ones above."""
     reasons: dict[tuple[str, str], list[bool]] = {}
     for pair in found:
@@ -104,7 +104,7 @@ def matrix(names: Sequence[str], found: Sequence[Pair]) -> list[str]:
     return [*text, "", legend, *alone]
 
 
-def clashing(found: Iterable[Pair]) -> list[str]:
+def clashing(found: Iterable[LevelPair]) -> list[str]:
     """Return lines for each reason why levels cannot be combined, in the strategies' own words.
 
     A line names levels of two strategies, each of which clashes with each of the other.

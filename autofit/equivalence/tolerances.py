@@ -59,7 +59,7 @@ _CHAOTIC_LATER = replace(_REDRAWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerances:
+class TraceTolerances:
     """The tolerance of each kind of step, and the limits of the comparison."""
 
     first: Tolerance = Tolerance(
@@ -122,5 +122,5 @@ class Tolerances:
     """Share of the reference's largest loss by which the loss may exceed it, besides its range."""
 
 
-ALLOWED = Tolerances()
+ALLOWED = TraceTolerances()
 """The tolerances in use."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from autofit.inspection.cards import FREE, GpuModel
-from autofit.inspection.launches import Outcome
+from autofit.inspection.launches import LaunchOutcome
 from autofit.inspection.prediction import Predictor, beside_bytes
 from autofit.inspection.roofline import relative_time
 from autofit.inspection.techniques import combinations, single_plans
 from autofit.plan import Plan
 from autofit.space.order import expected
 from autofit.space.static_memory import least_bytes
-from autofit.worker.records.inspection import Kind, Part
+from autofit.worker.records.inspection import Part, TensorKind
 
 FASTEST = 3
 """Plans that are likely the fastest, of each card."""
@@ -64,7 +64,7 @@ class CardFit:
 class CardFits:
     """Predicts what plans need from one outcome of the script as it is, each plan once."""
 
-    def __init__(self, outcome: Outcome, *, cuda: bool) -> None:
+    def __init__(self, outcome: LaunchOutcome, *, cuda: bool) -> None:
         """``cuda``: whether the script was followed on a GPU, be it a fake one."""
         assert outcome.inspected is not None, "memory was followed"
         self._facts = outcome.facts
@@ -146,9 +146,9 @@ class CardFits:
         return kinds | beside_bytes(sum(kinds.values()), self._plain)
 
 
-def sizes_by_kind(parts: Iterable[Part]) -> dict[Kind, int]:
-    """Return the bytes of parts by kind, in the order of ``Kind``."""
-    sizes = dict.fromkeys(Kind, 0)
+def sizes_by_kind(parts: Iterable[Part]) -> dict[TensorKind, int]:
+    """Return the bytes of parts by kind, in the order of ``TensorKind``."""
+    sizes = dict.fromkeys(TensorKind, 0)
     for part in parts:
         sizes[part.kind] += part.size
     return {kind: size for kind, size in sizes.items() if size}

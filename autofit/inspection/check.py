@@ -10,17 +10,22 @@ from datetime import datetime
 from typing import Any
 
 from autofit.inspection.explanation import beside_tensors
-from autofit.inspection.launches import Outcome, Target, inspect, whole
+from autofit.inspection.launches import LaunchOutcome, Target, inspect, whole
 from autofit.inspection.options import CheckOptions
 from autofit.plan import Plan
 from autofit.storage import DiscoveryRecord, InspectionKey, Store, script_path
 from autofit.worker.cluster.versions import versions
-from autofit.worker.records.inspection import Inspection, Kind, Part
+from autofit.worker.records.inspection import Inspection, Part, TensorKind
 from autofit.worker.records.trials import OutOfMemory, Script
 
-OF_MODULES = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIONS)
+OF_MODULES = (
+    TensorKind.WEIGHTS,
+    TensorKind.GRADIENTS,
+    TensorKind.OPTIMIZER_STATE,
+    TensorKind.ACTIVATIONS,
+)
 """Kinds that are compared module by module. The others change with what runs at the peak."""
-STATIC = frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE})
+STATIC = frozenset({TensorKind.WEIGHTS, TensorKind.GRADIENTS, TensorKind.OPTIMIZER_STATE})
 """Kinds that do not depend on the moment of the step."""
 CHECK = "check"
 """Name of what the last check of a script found, in the store."""
@@ -106,20 +111,20 @@ def check(options: CheckOptions, say: Say = lambda line: None) -> Check:
     )
 
 
-def _peak(outcome: Outcome) -> int | None:
+def _peak(outcome: LaunchOutcome) -> int | None:
     inspected = outcome.inspected
     if inspected is None or not outcome.fits:
         return None
     return inspected.plain.device if inspected.plain else inspected.moments[0].peak
 
 
-def _parts(outcome: Outcome) -> Iterable[Part]:
+def _parts(outcome: LaunchOutcome) -> Iterable[Part]:
     if outcome.inspected is None:
         return ()
     return (*outcome.inspected.moments[0].parts, *beside_tensors(outcome.inspected))
 
 
-def _modules(outcome: Outcome) -> Modules:
+def _modules(outcome: LaunchOutcome) -> Modules:
     """Return the bytes at the peak by module and kind."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for part in _parts(outcome):

@@ -11,8 +11,8 @@ from autofit.inspection.check import Check
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.fitting import Fit
 from autofit.inspection.techniques import Technique
-from autofit.worker.records.inspection import Growth, Kind, Part
-from autofit.worker.records.places import Place
+from autofit.worker.records.inspection import Growth, Part, TensorKind
+from autofit.worker.records.places import SourceLine
 from autofit.worker.records.trials import OutOfMemory
 
 
@@ -113,7 +113,7 @@ def check_document(found: Check) -> dict[str, Any]:
     }
 
 
-def _kinds(sizes: Mapping[Kind, int]) -> dict[str, int]:
+def _kinds(sizes: Mapping[TensorKind, int]) -> dict[str, int]:
     return {str(kind): size for kind, size in sizes.items()}
 
 
@@ -167,5 +167,5 @@ def _shortage(short: OutOfMemory | None) -> dict[str, Any] | None:
     }
 
 
-def _line(place: Place | None) -> str | None:
+def _line(place: SourceLine | None) -> str | None:
     return None if place is None else place.line

@@ -13,7 +13,7 @@ from autofit.facts import Facts, Hardware
 from autofit.inspection import techniques
 from autofit.inspection.card_fits import CardFit, CardFits, sizes_by_kind
 from autofit.inspection.cards import MODELS
-from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans, whole
+from autofit.inspection.launches import LaunchOutcome, Target, inspect, leaner_plans, whole
 from autofit.inspection.options import ExplainOptions
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
@@ -23,9 +23,9 @@ from autofit.worker.records.inspection import (
     Growth,
     Inspected,
     Inspection,
-    Kind,
-    Moment,
     Part,
+    PeakMoment,
+    TensorKind,
 )
 from autofit.worker.records.trials import OutOfMemory, Script
 
@@ -48,7 +48,7 @@ class Explanation:
     inspected: Inspected
     out_of_memory: OutOfMemory | None
     """Where memory ran out, if the script does not fit as it is."""
-    failed: Moment | None
+    failed: PeakMoment | None
     """What held the memory then."""
     techniques: tuple[Technique, ...]
     """Those that free memory, the most first; empty if the script does not fit."""
@@ -58,7 +58,7 @@ class Explanation:
     """Whether enough steps were followed to see growth."""
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> PeakMoment:
         """The moment at which tensors held most."""
         return self.inspected.moments[0]
 
@@ -68,8 +68,8 @@ class Explanation:
         return (*self.peak.parts, *beside_tensors(self.inspected))
 
     @property
-    def by_kind(self) -> dict[Kind, int]:
-        """Bytes by kind, in the order of ``Kind``; the sum is what the process occupied."""
+    def by_kind(self) -> dict[TensorKind, int]:
+        """Bytes by kind, in the order of ``TensorKind``; the sum is what the process occupied."""
         return sizes_by_kind(self.parts)
 
     @property
@@ -137,8 +137,8 @@ def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
     if plain is None:
         return ()
     sizes = {
-        Kind.CACHE: plain.reserved - plain.allocated,
-        Kind.CONTEXT: plain.device - plain.reserved,
+        TensorKind.CACHE: plain.reserved - plain.allocated,
+        TensorKind.CONTEXT: plain.device - plain.reserved,
     }
     return tuple(Part(kind=kind, size=size) for kind, size in sizes.items() if size > 0)
 
@@ -153,7 +153,9 @@ def _check_snapshot(hardware: Hardware, path: Path) -> None:
         raise UsageError(f"--snapshot {path}: there is no folder {path.parent}; make it first")
 
 
-def _leaner(target: Target, whole: Outcome, inspection: Inspection, say: Say) -> Outcome:
+def _leaner(
+    target: Target, whole: LaunchOutcome, inspection: Inspection, say: Say
+) -> LaunchOutcome:
     """Return the outcome under the first leaner plan that fits, or what held the memory."""
     for plan in leaner_plans(whole.facts, target.hardware):
         say(f"out of memory; following the script under a plan that needs less: {plan}")

@@ -18,7 +18,7 @@ from autofit.inspection.explanation import beside_tensors
 from autofit.inspection.launches import Target, inspect
 from autofit.inspection.options import FitOptions
 from autofit.plan import Plan
-from autofit.worker.records.inspection import Guess, Inspected, Inspection, Kind
+from autofit.worker.records.inspection import Guess, Inspected, Inspection, TensorKind
 from autofit.worker.records.trials import Script
 
 Say = Callable[[str], None]
@@ -41,7 +41,7 @@ class Fit:
     plan is named; else empty."""
 
     @property
-    def by_kind(self) -> dict[Kind, int]:
+    def by_kind(self) -> dict[TensorKind, int]:
         """Bytes by kind at the peak of the script as it is."""
         return sizes_by_kind((*self.inspected.moments[0].parts, *beside_tensors(self.inspected)))
 
@@ -73,7 +73,9 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
     )
     outcome = inspect(target, Plan(), INSPECTION)
     inspected = outcome.inspected
-    if inspected is None or not inspected.moments[0].of(Kind.WEIGHTS, Kind.OTHER, Kind.TEMPORARY):
+    if inspected is None or not inspected.moments[0].of(
+        TensorKind.WEIGHTS, TensorKind.OTHER, TensorKind.TEMPORARY
+    ):
         raise UsageError(
             f"{options.script.target} puts nothing on a GPU: give the arguments with which it does"
         )

@@ -71,7 +71,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class LaunchOutcome:
     """The result of one launch."""
 
     plan: Plan
@@ -95,7 +95,7 @@ class Outcome:
         )
 
 
-def inspect(target: Target, plan: Plan, inspection: Inspection) -> Outcome:
+def inspect(target: Target, plan: Plan, inspection: Inspection) -> LaunchOutcome:
     """Run the script under ``plan`` and return what held its memory.
 
     On a fake GPU no plain steps follow, because nothing is computed.
@@ -107,7 +107,7 @@ def inspect(target: Target, plan: Plan, inspection: Inspection) -> Outcome:
     return _run(target, plan, replace(inspection, plain=0) if target.fake else inspection)
 
 
-def whole(outcome: Outcome, script: Script) -> Outcome:
+def whole(outcome: LaunchOutcome, script: Script) -> LaunchOutcome:
     """Return ``outcome``; raise ``ScriptError`` if a fake GPU could not follow the script."""
     if outcome.stopped:
         raise ScriptError(f"{script.target} cannot be followed without a GPU: {outcome.stopped}")
@@ -119,7 +119,7 @@ def measure(target: Target, plan: Plan) -> TrialReport | None:
     return _run(target, plan, None).report
 
 
-def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
+def _run(target: Target, plan: Plan, inspection: Inspection | None) -> LaunchOutcome:
     request = LaunchRequest(
         script=target.script,
         plans=(plan,),
@@ -162,7 +162,7 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         raise WorkerError(f"{target.hardware.name}: {ended.lost}")
     if inspection is not None and inspected is None and report is None:
         raise ScriptError(_untrained(target.script, ended))
-    return Outcome(
+    return LaunchOutcome(
         plan=plan,
         facts=facts,
         inspected=inspected,

@@ -22,16 +22,16 @@ from autofit.plan import Plan
 from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
 from autofit.strategies import AS_IS, Memory, Number
 from autofit.strategies.support.block_levels import ALL, count
-from autofit.worker.records.inspection import Kind, PlainSteps, Timeline
+from autofit.worker.records.inspection import PlainSteps, TensorKind, Timeline
 
 SCALAR = 8
 """Bytes of a number, such as a loss that the model returns."""
 NOT_JOINED = 1 << 24
 """Smallest output in bytes that chunks do not keep beside the loss: ``late_rows.LARGE``."""
 STATIC = {
-    Kind.WEIGHTS: Memory.WEIGHTS,
-    Kind.GRADIENTS: Memory.GRADIENTS,
-    Kind.OPTIMIZER_STATE: Memory.OPTIMIZER_STATE,
+    TensorKind.WEIGHTS: Memory.WEIGHTS,
+    TensorKind.GRADIENTS: Memory.GRADIENTS,
+    TensorKind.OPTIMIZER_STATE: Memory.OPTIMIZER_STATE,
 }
 Array = npt.NDArray[np.float64]
 
@@ -84,7 +84,7 @@ def beside_bytes(tensors: int, plain: PlainSteps | None) -> dict[str, int]:
     else:
         whole = tensors * max(1.0, plain.reserved / max(1, plain.allocated))
         context = plain.device - plain.reserved
-    return {str(Kind.CACHE): round(whole) - tensors, str(Kind.CONTEXT): round(context)}
+    return {str(TensorKind.CACHE): round(whole) - tensors, str(TensorKind.CONTEXT): round(context)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Lives:
         found: dict[str, int] = {}
         for kind in dict.fromkeys(self.kind[exists]):
             size = self.size[exists & (self.kind == kind)].sum()
-            found[str(kind) or str(Kind.ACTIVATIONS)] = round(float(size))
+            found[str(kind) or str(TensorKind.ACTIVATIONS)] = round(float(size))
         return found
 
     def _peak(self) -> tuple[float, float]:
@@ -336,8 +336,8 @@ class _Replay:
         ends. If the model returns no loss, the outputs of the other chunks wait for it.
         """
         share = self._chunk_share
-        gradients = (lives.kind == Kind.GRADIENTS) & (lives.start >= self.forward)
-        earlier = lives.end[(lives.kind == Kind.GRADIENTS) & (lives.end < self.backward)]
+        gradients = (lives.kind == TensorKind.GRADIENTS) & (lives.start >= self.forward)
+        earlier = lives.end[(lives.kind == TensorKind.GRADIENTS) & (lives.end < self.backward)]
         begin = float(max(self.forward, earlier.max(initial=-1) + 1))  # after ``zero_grad``
         output = lives.returned & lives.moving
         if self.returns_loss:

@@ -45,7 +45,7 @@ def receiver_count(found: Sequence[Parameter]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArgumentPlace:
     """Where the decorator passes one value: at a position, or as a keyword."""
 
     name: str
@@ -81,14 +81,16 @@ class Place:
         return self.position is None, self.position or 0
 
 
-def without(function: Callable[..., Any], places: Sequence[Place]) -> inspect.Signature:
+def without(function: Callable[..., Any], places: Sequence[ArgumentPlace]) -> inspect.Signature:
     """Return the signature of the decorated function, without the decorator's parameters."""
     ours = {place.name for place in places}
     whole = inspect.signature(function)
     return whole.replace(parameters=[p for p in whole.parameters.values() if p.name not in ours])
 
 
-def inject(places: Sequence[Place], values: Sequence[object], arguments: Arguments) -> Arguments:
+def inject(
+    places: Sequence[ArgumentPlace], values: Sequence[object], arguments: Arguments
+) -> Arguments:
     """Return the arguments with each value inserted at its place.
 
     Raises ``TypeError`` if the caller gave one of the values as a keyword.
@@ -104,7 +106,7 @@ def inject(places: Sequence[Place], values: Sequence[object], arguments: Argumen
     return tuple(args), kwargs
 
 
-def take_argument(place: Place, arguments: Arguments) -> tuple[Any, Arguments]:
+def take_argument(place: ArgumentPlace, arguments: Arguments) -> tuple[Any, Arguments]:
     """Return the value at ``place``, and the arguments without it.
 
     Raises ``TypeError`` if the value is missing.

@@ -12,7 +12,7 @@ from typing import Any
 
 from autofit.exceptions import CannotRetry, Refused
 from autofit.resilience import out_of_memory, switches
-from autofit.resilience.arguments import Arguments, Place, inject
+from autofit.resilience.arguments import ArgumentPlace, Arguments, inject
 from autofit.resilience.call_key import key_of
 from autofit.resilience.checkpoint import Checkpoint, objects_of
 from autofit.resilience.fallback import Fallback
@@ -24,21 +24,21 @@ from autofit.resilience.ranks import (
     PATIENCE,
     PEER_FAILED,
     SUCCEEDED,
-    Ranks,
+    CallRanks,
     in_use,
 )
-from autofit.resilience.records import Hook, Retry, Setting
-from autofit.resilience.remembered import Memory
+from autofit.resilience.records import Hook, Retry, TriedSetting
+from autofit.resilience.remembered import FittedSettings
 from autofit.resilience.side_effects import OptimizerSteps
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.oom import survived
-from autofit.worker.oom.classifier import Diagnosis, Kind
+from autofit.worker.oom.classifier import Diagnosis, ErrorKind
 from autofit.worker.oom.frames import free_frames
 
 log = logging.getLogger("autofit.resilient")
 
-ANOTHER = Diagnosis(Kind.OOM, "another rank", None, "another rank ran out of memory")
+ANOTHER = Diagnosis(ErrorKind.OOM, "another rank", None, "another rank ran out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class ProtectedFunction:
     function: Callable[..., Any]
     name: str
     fallback: Fallback
-    places: tuple[Place, ...]
-    memory: Memory | None
+    places: tuple[ArgumentPlace, ...]
+    memory: FittedSettings | None
     """``None`` if every call starts with the first setting."""
     attempts: int
     """The maximum number of attempts in one call."""
@@ -66,7 +66,7 @@ class ProtectedFunction:
         return inject(self.places, self.fallback.when_off().values, arguments)
 
 
-class Call:
+class ProtectedCall:
     """The attempts of one call of a decorated function."""
 
     def __init__(self, protected: ProtectedFunction, arguments: Arguments) -> None:
@@ -74,7 +74,7 @@ class Call:
         self.attempt = 0
         self._arguments = arguments
         self._key = key_of(arguments)
-        self.ranks = Ranks() if in_use() else None
+        self.ranks = CallRanks() if in_use() else None
         known = protected.memory.recall(self._key) if protected.memory else None
         known = known if self.ranks is None else self.ranks.agree_on_start(known)
         self.setting = protected.fallback.start(known)
@@ -117,9 +117,9 @@ class Call:
         True if memory ran out, a technique was refused, or another rank failed.
         """
         found = out_of_memory.diagnose(error, self._watch)
-        how = OUT_OF_MEMORY if found.kind is Kind.OOM else FAILED
+        how = OUT_OF_MEMORY if found.kind is ErrorKind.OOM else FAILED
         if isinstance(error, Refused) and self.protected.fallback.is_refused(self.setting):
-            found, how = Diagnosis(Kind.NOT_OOM, "refused", None, str(error)), OUT_OF_MEMORY
+            found, how = Diagnosis(ErrorKind.NOT_OOM, "refused", None, str(error)), OUT_OF_MEMORY
         elif self.ranks is not None and how is FAILED and self.ranks.is_peer_failure(error):
             found, how = ANOTHER, PEER_FAILED
         if self.ranks is not None:
@@ -153,7 +153,7 @@ class Call:
         seconds = time.perf_counter() - self._started
         if error is not None:
             free_frames(error)
-            if found.kind is Kind.OOM:
+            if found.kind is ErrorKind.OOM:
                 self._shortage = error, self.setting.label
             if not self._clean_up(error):
                 raise error
@@ -170,7 +170,7 @@ class Call:
         self._report(replace(record, ranks=short))
         self._begin()
 
-    def _leave_group(self, ranks: Ranks, error: Exception | None) -> list[str]:
+    def _leave_group(self, ranks: CallRanks, error: Exception | None) -> list[str]:
         """Leave the process group; return the outcome of the attempt on each rank.
 
         Raises ``CannotRetry`` if a rank did not answer or failed with another error.
@@ -186,7 +186,7 @@ class Call:
             raise error or CannotRetry(f"{self.protected.name} cannot start over: a rank is gone")
         return ended
 
-    def _agree_on_next(self, error: Exception | None) -> Setting:
+    def _agree_on_next(self, error: Exception | None) -> TriedSetting:
         """Return the next setting, the same on every rank; raise if a rank cannot start over."""
         objection = self._objection()
         if self.ranks is None:
@@ -256,7 +256,7 @@ class Call:
             return False
         return True
 
-    def _next_setting(self, error: Exception) -> Setting:
+    def _next_setting(self, error: Exception) -> TriedSetting:
         setting = self.protected.fallback.leaner(self.setting)
         if setting is not None and self.attempt < self.protected.attempts:
             return setting
@@ -267,7 +267,7 @@ class Call:
         error.add_note(f"autofit: {self.protected.name} ran out of memory at {label}; {why}")
         raise error
 
-    def _record(self, tried: Setting, found: Diagnosis, seconds: float) -> Retry:
+    def _record(self, tried: TriedSetting, found: Diagnosis, seconds: float) -> Retry:
         return Retry(
             function=self.protected.name,
             attempt=self.attempt,
@@ -278,7 +278,7 @@ class Call:
             seconds=seconds,
             memory=out_of_memory.tensor_bytes(),
             warning=self.setting.warning,
-            refused=found.kind is not Kind.OOM,
+            refused=found.kind is not ErrorKind.OOM,
         )
 
     def _report(self, record: Retry) -> None:
@@ -306,7 +306,7 @@ def run(protected: ProtectedFunction, arguments: Arguments) -> Any:
     if not switches.active():
         args, kwargs = protected.arguments_when_off(arguments)
         return protected.function(*args, **kwargs)
-    call = Call(protected, arguments)
+    call = ProtectedCall(protected, arguments)
     while True:
         with call.cleaned_up():
             try:
@@ -327,7 +327,7 @@ async def run_async(protected: ProtectedFunction, arguments: Arguments) -> Any:
     if not switches.active():
         args, kwargs = protected.arguments_when_off(arguments)
         return await protected.function(*args, **kwargs)
-    call = Call(protected, arguments)
+    call = ProtectedCall(protected, arguments)
     while True:
         with call.cleaned_up():
             try:

@@ -19,7 +19,7 @@ Weight = Callable[[Any], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """A flattened batch; its tensors with more than ``dim`` dimensions hold the samples."""
 
     leaves: list[Any]
@@ -27,7 +27,7 @@ class Batch:
     dim: int
 
     @classmethod
-    def of(cls, value: Any, dim: int) -> Batch:
+    def of(cls, value: Any, dim: int) -> StepBatch:
         """Flatten a batch; raise ``UsageError`` if its tensors differ in the number of samples."""
         batch = cls(*tree_flatten(value), dim)
         sizes = {leaf.shape[dim] for leaf in batch.leaves if batch._carries(leaf)}

@@ -14,7 +14,7 @@ from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.resilience import switches
 from autofit.resilience.active_plan import ActivePlan, check_given
-from autofit.resilience.arguments import Place, name_of, parameters, without
+from autofit.resilience.arguments import ArgumentPlace, name_of, parameters, without
 from autofit.resilience.fallback import BatchSizes, Fallback, Reduce
 from autofit.resilience.records import Hook
 from autofit.strategies import Fidelity
@@ -220,12 +220,12 @@ class Resilient:
             raise UsageError(f"reduction={reduction!r}: give mean, sum, or a function of the batch")
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            place = Place.first("batch", function, parameters(function))
+            place = ArgumentPlace.first("batch", function, parameters(function))
 
             def make() -> Any:
-                from autofit.resilience.step import Step
+                from autofit.resilience.step import SplitStep
 
-                return Step(
+                return SplitStep(
                     function=function,
                     name=name_of(function),
                     place=place,
@@ -295,8 +295,8 @@ def _with_batch_size(
     function: Callable[..., Any],
 ) -> Callable[..., Any]:
     found = parameters(function)
-    places = [Place.first("batch_size", function, found)]
-    accumulation = Place.named("accumulation", found)
+    places = [ArgumentPlace.first("batch_size", function, found)]
+    accumulation = ArgumentPlace.named("accumulation", found)
     if accumulation is not None:
         places.append(accumulation)
     fallback = BatchSizes(
@@ -326,14 +326,14 @@ def _with_plan(
             given, storage=options.storage, allow=fidelity, effective_batch=effective_batch
         )
 
-    place = Place.first("plan", function, parameters(function))
+    place = ArgumentPlace.first("plan", function, parameters(function))
     return _protected(function, fallback, [place], options)
 
 
 def _protected(
     function: Callable[..., Any],
     make_fallback: Callable[[], Fallback],
-    places: list[Place],
+    places: list[ArgumentPlace],
     options: Options,
 ) -> Callable[..., Any]:
     """Return the decorated ``function``; its first call imports torch."""
@@ -360,9 +360,9 @@ def _protected(
 
 
 def _memory(name: str, options: Options) -> Any:
-    from autofit.resilience.remembered import Memory
+    from autofit.resilience.remembered import FittedSettings
 
-    return Memory(name, options.storage) if options.remember else None
+    return FittedSettings(name, options.storage) if options.remember else None
 
 
 def _wrapped(

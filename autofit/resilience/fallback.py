@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from autofit.exceptions import UsageError
-from autofit.resilience.records import Setting
+from autofit.resilience.records import TriedSetting
 
 Reduce = Callable[[int], int]
 """Returns the next batch size to try after one that did not fit."""
@@ -16,28 +16,28 @@ class Fallback(ABC):
     """The settings of one decorated function, from the first to the one that needs least memory."""
 
     @abstractmethod
-    def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
+    def start(self, remembered: Mapping[str, int | str] | None) -> TriedSetting:
         """Return the first setting.
 
         ``remembered``: what ``to_remember`` returned for the setting that fitted last, if any.
         """
 
     @abstractmethod
-    def leaner(self, setting: Setting) -> Setting | None:
+    def leaner(self, setting: TriedSetting) -> TriedSetting | None:
         """Return the next setting, which needs less memory; ``None`` if there is none."""
 
-    def when_off(self) -> Setting:
+    def when_off(self) -> TriedSetting:
         """Return the setting that is used while the decorators are off."""
         return self.start(None)
 
-    def clean_up(self, setting: Setting) -> None:  # noqa: B027 - batch sizes need no clean-up
+    def clean_up(self, setting: TriedSetting) -> None:  # noqa: B027 - batch sizes need no clean-up
         """Clean up after an attempt, whether it succeeded or failed."""
 
-    def to_remember(self, setting: Setting) -> Mapping[str, int | str]:
+    def to_remember(self, setting: TriedSetting) -> Mapping[str, int | str]:
         """Return the record of a setting that fitted, in the form that ``start`` accepts."""
         return dict(setting.to_remember)
 
-    def is_refused(self, setting: Setting) -> bool:
+    def is_refused(self, setting: TriedSetting) -> bool:
         """Return whether the last attempt found that the setting cannot be used."""
         return False
 
@@ -70,15 +70,15 @@ class BatchSizes(Fallback):
         """Whether the function has a parameter ``accumulation``."""
         self._reduce = reduce
 
-    def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
+    def start(self, remembered: Mapping[str, int | str] | None) -> TriedSetting:
         """Return the requested size, or a smaller one that fitted before."""
-        setting: Setting | None = self.setting(self.requested)
+        setting: TriedSetting | None = self.setting(self.requested)
         known = (remembered or {}).get("batch_size", self.requested)
         while setting is not None and isinstance(known, int) and _size(setting) > known:
             setting = self.leaner(setting)
         return setting or self.setting(self.requested)
 
-    def leaner(self, setting: Setting) -> Setting | None:
+    def leaner(self, setting: TriedSetting) -> TriedSetting | None:
         """Return the next smaller size."""
         size = _size(setting)
         smaller = self._smaller(size) if self._reduce is None else self._reduce(size)
@@ -88,7 +88,7 @@ class BatchSizes(Fallback):
             )
         return self.setting(int(smaller)) if smaller >= self.smallest else None
 
-    def setting(self, size: int) -> Setting:
+    def setting(self, size: int) -> TriedSetting:
         """Return the setting for a batch size."""
         accumulation = -(-self.requested // size)
         label = f"batch_size {size}"
@@ -97,7 +97,7 @@ class BatchSizes(Fallback):
         effective = size * (accumulation if self.accumulates else 1)
         hint = "" if self.accumulates else "; take accumulation as an argument to keep it"
         warning = f"the effective batch is {effective} instead of {self.requested}{hint}"
-        return Setting(
+        return TriedSetting(
             values=(size, accumulation) if self.accumulates else (size,),
             label=label,
             to_remember=(("batch_size", size),),
@@ -113,7 +113,7 @@ class BatchSizes(Fallback):
         return divisor if divisor > half // 2 else half
 
 
-def _size(setting: Setting) -> int:
+def _size(setting: TriedSetting) -> int:
     size = dict(setting.to_remember)["batch_size"]
     assert isinstance(size, int)
     return size

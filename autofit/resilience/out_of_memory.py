@@ -10,7 +10,7 @@ import torch
 from autofit.worker.meter import accelerator
 from autofit.worker.meter.base import NEAR
 from autofit.worker.meter.kinds.cpu import ShimMeter
-from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.oom.classifier import Diagnosis, ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 
 
@@ -40,7 +40,7 @@ class AllocationWatch:
 def diagnose(error: BaseException, watch: AllocationWatch) -> Diagnosis:
     """Classify ``error``; a suspect counts as out of memory if ``watch`` confirms it."""
     found = classify(error)
-    if found.kind is Kind.SUSPECT and watch.ran_short():
+    if found.kind is ErrorKind.SUSPECT and watch.ran_short():
         return found.corroborated()
     return found
 

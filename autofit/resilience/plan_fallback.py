@@ -15,7 +15,7 @@ from autofit.exceptions import AutofitError, UsageError
 from autofit.plan import Plan
 from autofit.resilience.active_plan import ON_OPTIMIZERS, ActivePlan, staying
 from autofit.resilience.fallback import Fallback
-from autofit.resilience.records import Setting
+from autofit.resilience.records import TriedSetting
 from autofit.storage import default_url
 from autofit.storage.url import exists
 from autofit.strategies import AS_IS, Fidelity, RootFacts
@@ -50,7 +50,7 @@ class Plans(Fallback):
         self._context: FallbackContext | None = None
         self._refused: set[tuple[str, str]] = set()
 
-    def start(self, remembered: Mapping[str, int | str] | None) -> Setting:
+    def start(self, remembered: Mapping[str, int | str] | None) -> TriedSetting:
         """Return the plan that fitted before, else the given one, else the best stored one."""
         if remembered is not None:
             try:
@@ -59,11 +59,11 @@ class Plans(Fallback):
                 pass  # another version of autofit stored it
         return self._setting(self._given if self._given is not None else self._stored())
 
-    def when_off(self) -> Setting:
+    def when_off(self) -> TriedSetting:
         """Return the given plan, else the plan that changes nothing."""
         return self._setting(self._given or Plan())
 
-    def leaner(self, setting: Setting) -> Setting | None:
+    def leaner(self, setting: TriedSetting) -> TriedSetting | None:
         """Return the next plan that changes a strategy which the function uses.
 
         After a refusal, it is the same plan without the refused level.
@@ -87,28 +87,28 @@ class Plans(Fallback):
             skipped.add(following)
         return None
 
-    def clean_up(self, setting: Setting) -> None:
+    def clean_up(self, setting: TriedSetting) -> None:
         """Remove the plan from the models and optimizers of the attempt."""
         active = setting.values[0]
         assert isinstance(active, ActivePlan)
         active.end()
 
-    def is_refused(self, setting: Setting) -> bool:
+    def is_refused(self, setting: TriedSetting) -> bool:
         """Return whether a technique of the plan was refused for the model."""
         active = setting.values[0]
         return isinstance(active, ActivePlan) and active.refused is not None
 
-    def to_remember(self, setting: Setting) -> Mapping[str, int | str]:
+    def to_remember(self, setting: TriedSetting) -> Mapping[str, int | str]:
         """Return the plan at the end of the attempt, its final micro-batch size included."""
         active = setting.values[0]
         assert isinstance(active, ActivePlan)
         return {"plan": json.dumps(dict(active.reached.changes), sort_keys=True)}
 
-    def _setting(self, plan: Plan, short: frozenset[Plan] = frozenset()) -> Setting:
+    def _setting(self, plan: Plan, short: frozenset[Plan] = frozenset()) -> TriedSetting:
         """Return the setting of a plan; ``short``: plans that ran out of memory in this call."""
         plan = self._allowed(plan)
         active = ActivePlan(plan, self._effective_batch, short)
-        return Setting(values=(active,), label=f"plan: {plan}")
+        return TriedSetting(values=(active,), label=f"plan: {plan}")
 
     def _allowed(self, plan: Plan) -> Plan:
         """Return the plan without refused levels and without levels that cannot be undone."""

@@ -69,7 +69,7 @@ def communicates(module: nn.Module) -> bool:
     return any(isinstance(each, spread) for each in module._parameters.values())
 
 
-class Ranks:
+class CallRanks:
     """The ranks in one call of a decorated function; all ranks make the same calls in order."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ Hook = Callable[[Retry], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TriedSetting:
     """One setting to try: the arguments of the decorated function that the decorator chooses."""
 
     values: tuple[object, ...]

@@ -30,7 +30,7 @@ FITTED = "fitted"
 """Name of what fitted, in the store: ``{"batch_size": 64}``, ``{"plan": ...}`` or the like."""
 
 
-class Memory:
+class FittedSettings:
     """The settings that fitted for one decorated function, by the key of its arguments."""
 
     def __init__(self, function: str, storage: str | None = None) -> None:

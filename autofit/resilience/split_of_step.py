@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autofit.resilience.arguments import Arguments, Place, inject
+from autofit.resilience.arguments import ArgumentPlace, Arguments, inject
 from autofit.resilience.batch import loss_of
 from autofit.worker.harness.batch.layout import Batch, Layout, Weights
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
@@ -26,7 +26,7 @@ from autofit.worker.harness.verification.split_check import find_layout
 class _Call:
     """A call of a step function without its batch."""
 
-    def __init__(self, function: Callable[..., Any], place: Place) -> None:
+    def __init__(self, function: Callable[..., Any], place: ArgumentPlace) -> None:
         self._function = function
         self._place = place
         self.rest: Arguments = ((), {})
@@ -47,7 +47,11 @@ class StepLoss(nn.Module):
     """The loss of a step function as a function of its batch; its models are children."""
 
     def __init__(
-        self, function: Callable[..., Any], place: Place, dim: int, models: Iterable[nn.Module]
+        self,
+        function: Callable[..., Any],
+        place: ArgumentPlace,
+        dim: int,
+        models: Iterable[nn.Module],
     ) -> None:
         """``place``: of the batch among the arguments; ``dim``: the dimension of its samples."""
         super().__init__()

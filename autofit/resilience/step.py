@@ -23,20 +23,20 @@ from torch import nn
 
 from autofit.exceptions import CannotRetry, Refused, UsageError
 from autofit.resilience import out_of_memory, outer_models, ranks, switches
-from autofit.resilience.arguments import Arguments, Place, inject, take_argument
-from autofit.resilience.batch import Batch, Cut, Weight, detached, join_outputs, loss_of
+from autofit.resilience.arguments import ArgumentPlace, Arguments, inject, take_argument
+from autofit.resilience.batch import Cut, StepBatch, Weight, detached, join_outputs, loss_of
 from autofit.resilience.call_key import Key, key_of
 from autofit.resilience.parameters import GradientSnapshot, StepParameters
 from autofit.resilience.part_limit import PartLimit
 from autofit.resilience.records import Hook, Retry
-from autofit.resilience.remembered import Memory
+from autofit.resilience.remembered import FittedSettings
 from autofit.resilience.split_of_step import StepLoss
 from autofit.worker.harness.batch.layout import Weights, cuts
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.split_rules import Undecided
 from autofit.worker.oom import survived
 from autofit.worker.oom.attempt import attempt
-from autofit.worker.oom.classifier import Diagnosis, Kind
+from autofit.worker.oom.classifier import Diagnosis, ErrorKind
 
 log = logging.getLogger("autofit.resilient")
 
@@ -48,12 +48,12 @@ Work = Generator[tuple[Arguments, IsShortage], Outcome, Any]
 
 
 @dataclass(kw_only=True)
-class Step:
+class SplitStep:
     """A decorated step function, with its options and the part sizes that fitted."""
 
     function: Callable[..., Any]
     name: str
-    place: Place
+    place: ArgumentPlace
     dim: int
     reduction: str | Weight
     backward: Callable[[torch.Tensor], object] | None
@@ -63,7 +63,7 @@ class Step:
     mixes_samples: bool
     """Split the batch even if the model mixes its samples, as BatchNorm does."""
     hooks: tuple[Hook, ...]
-    memory: Memory | None
+    memory: FittedSettings | None
     parameters: StepParameters = field(default_factory=StepParameters)
     limits: dict[Key, PartLimit] = field(default_factory=dict)
     loss: StepLoss | None = None
@@ -103,10 +103,10 @@ class Step:
 class _Run:
     """One call of a step."""
 
-    def __init__(self, step: Step, arguments: Arguments) -> None:
+    def __init__(self, step: SplitStep, arguments: Arguments) -> None:
         self.step = step
         value, self.rest = take_argument(step.place, arguments)
-        self.batch = Batch.of(value, step.dim)
+        self.batch = StepBatch.of(value, step.dim)
         self.samples = self.batch.samples
         self.key = (*_shapes(self.batch), *key_of(self.rest))
         self.limit = step.limit(self.key)
@@ -282,7 +282,7 @@ class _Run:
 
     def _is_shortage(self, error: Exception) -> bool:
         self.found: Diagnosis = out_of_memory.diagnose(error, self.watch)
-        return self.found.kind is Kind.OOM
+        return self.found.kind is ErrorKind.OOM
 
     def _recover(self, error: Exception, cut: Cut, last: bool) -> list[torch.Tensor] | None:
         """Free the memory of the failed part and lower the limit.
@@ -375,7 +375,7 @@ def _reducing(modules: list[nn.Module]) -> list[nn.parallel.DistributedDataParal
     return [m for m in modules if isinstance(m, kinds) and m.require_backward_grad_sync]
 
 
-def _shapes(batch: Batch) -> Key:
+def _shapes(batch: StepBatch) -> Key:
     """Return the shapes and dtypes of a batch, without the number of samples."""
     return tuple(
         (*leaf.shape[: batch.dim], *leaf.shape[batch.dim + 1 :], leaf.dtype)
@@ -402,7 +402,7 @@ def _backward(
 # --- wrappers ---------------------------------------------------------------------------------
 
 
-def run(step: Step, arguments: Arguments) -> Any:
+def run(step: SplitStep, arguments: Arguments) -> Any:
     """Run the step; return its output for the whole batch."""
     outcome: Any = None
     with closing(step.work(arguments)) as work:
@@ -416,7 +416,7 @@ def run(step: Step, arguments: Arguments) -> Any:
             del given
 
 
-async def run_async(step: Step, arguments: Arguments) -> Any:
+async def run_async(step: SplitStep, arguments: Arguments) -> Any:
     """Await the step; return its output for the whole batch."""
     outcome: Any = None
     with closing(step.work(arguments)) as work:

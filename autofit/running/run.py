@@ -30,7 +30,7 @@ from autofit.worker.cluster.rank_hosts import Placed, reserved
 from autofit.worker.cluster.versions import versions
 from autofit.worker.launch.environment import TRACKERS_OFF, launched, under
 from autofit.worker.launch.tasks import Hosts, RankTask, tasks
-from autofit.worker.oom.classifier import Kind, classify_exit, oom_kills
+from autofit.worker.oom.classifier import ErrorKind, classify_exit, oom_kills
 from autofit.worker.records.trials import (
     ChildSpec,
     FirstSteps,
@@ -457,7 +457,7 @@ class _Attempts:
         """Return where a process that failed ran out of memory; ``None`` if it did not."""
         if raised is None:
             found = classify_exit(code, oom_kills=kills)
-            if found.kind is not Kind.OOM:
+            if found.kind is not ErrorKind.OOM:
                 return None
             shortage = OutOfMemory(phase=PROCESS, message=found.message)
         elif raised.starved(kills):

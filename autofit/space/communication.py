@@ -21,7 +21,7 @@ CPU_BANDWIDTH = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class _Sent:
     """Bytes that each rank sends in an optimizer step, by kind of collective."""
 
     all_reduce: float = 0.0
@@ -42,7 +42,7 @@ class Sent:
         )
 
 
-def sent_bytes(plan: Plan, facts: Facts) -> Sent:
+def sent_bytes(plan: Plan, facts: Facts) -> _Sent:
     """Return the bytes that each rank sends in an optimizer step under ``plan``; 0 for one rank.
 
     A ring sends ``2 * (K - 1) / K`` times the bytes of what it sums over K ranks, and half as much
@@ -57,7 +57,7 @@ def sent_bytes(plan: Plan, facts: Facts) -> Sent:
     """
     ranks, shards = plan.ranks, plan.shards
     if ranks == 1:
-        return Sent()
+        return _Sent()
     static, others = Static.of(facts), [each for each in plan if not each[0].level(each[1]).shards]
     levels, calls = plan.levels, facts.calls_per_step
     gradients, weights = (
@@ -68,13 +68,13 @@ def sent_bytes(plan: Plan, facts: Facts) -> Sent:
         )
     )
     if shards is None or not shards.weights:
-        return Sent(
+        return _Sent(
             all_reduce=calls * _summed(gradients, ranks),
             all_gather=weights if shards is not None else 0.0,  # each rank steps its parameters
         )
     near = ranks // shards.groups
     times = 2 if shards.gathers_twice else 1
-    return Sent(
+    return _Sent(
         all_reduce=calls * _summed(gradients / near, shards.groups),
         all_gather=calls * times * weights * (near - 1) / near,
         reduce_scatter=calls * gradients * (near - 1) / near,

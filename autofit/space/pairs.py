@@ -23,7 +23,7 @@ StrategyLevel = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class LevelPair:
     """Two changed levels of different strategies, in the catalogue's order."""
 
     one: StrategyLevel
@@ -39,11 +39,13 @@ class Pair:
         return Plan.of(dict((*(need for _, need in self.needs), self.one, self.other)))
 
 
-def pairs(registry: Sequence[Strategy] = REGISTRY) -> tuple[Pair, ...]:
+def pairs(registry: Sequence[Strategy] = REGISTRY) -> tuple[LevelPair, ...]:
     """Return every pair of levels of two strategies."""
     needs = {each: _needed(each, registry) for s in registry for each in _changed(s)}
     found = (
-        Pair(one=a, other=b, needs=tuple((each, need) for each in (a, b) for need in needs[each]))
+        LevelPair(
+            one=a, other=b, needs=tuple((each, need) for each in (a, b) for need in needs[each])
+        )
         for one, other in itertools.combinations(registry, 2)
         for a, b in itertools.product(_changed(one), _changed(other))
     )

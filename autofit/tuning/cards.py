@@ -19,7 +19,7 @@ WHOLE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenCards:
     """The GPUs that a search uses."""
 
     cards: tuple[Card, ...]
@@ -27,7 +27,7 @@ class Choice:
     """Lines for the user: GPUs left out, and other processes on the chosen GPUs."""
 
 
-def choose(cards: Sequence[Card], count: int, memory: int | None) -> Choice:
+def choose(cards: Sequence[Card], count: int, memory: int | None) -> ChosenCards:
     """Choose up to ``count`` of the visible GPUs: of one model, with enough free memory.
 
     Fewer are chosen if the others have too little free memory.
@@ -66,4 +66,4 @@ def choose(cards: Sequence[Card], count: int, memory: int | None) -> Choice:
             f"--memory {format_size(memory or 0)}: no GPU has this much free memory; ask for less. "
             + "; ".join(lines)
         )
-    return Choice(cards=tuple(chosen), lines=tuple(lines))
+    return ChosenCards(cards=tuple(chosen), lines=tuple(lines))

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self
 
-from autofit.analysis.candidates import Launch
+from autofit.analysis.candidates import AskingLaunch
 from autofit.analysis.ranking import result_of
 from autofit.analysis.result import Result
 from autofit.analysis.verdicts import best_plan, within
@@ -96,11 +96,11 @@ def search(
     Raises ``ScriptError`` if the script fails without a plan, ``NothingFits`` if no plan fits,
     ``UsageError`` for options that cannot be met, ``StorageError`` and ``WorkerError``.
     """
-    with Search(options, listener, reserved) as running:
+    with RunningSearch(options, listener, reserved) as running:
         return running.run()
 
 
-class Search:
+class RunningSearch:
     """One search of one study. A context manager that ends the search's processes."""
 
     def __init__(
@@ -349,7 +349,7 @@ class Search:
         verified.
         """
         plan, more = None, launch.purpose is Purpose.SEARCH and not (launch.doubted or launch.over)
-        here = Launch(launch.fixed, asking.fresh)
+        here = AskingLaunch(launch.fixed, asking.fresh)
         if more and not launch.spare:
             plan = self._proposer.next(here)
         launch.asking = asking

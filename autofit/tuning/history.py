@@ -69,7 +69,7 @@ CONFIRMATION_SHARE = 1 / 2
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StudySnapshot:
     """All trials of a study at one moment, and what follows from them."""
 
     trials: tuple[TrialRecord, ...]
@@ -195,7 +195,7 @@ class History:
         self._said: set[str] = set()
         self.reference = Reference(store.reference(study), self.say_if_new)
         self._dashboard = Dashboard(store, study, horizon=options.horizon)
-        self._snapshot: Snapshot | None = None
+        self._snapshot: StudySnapshot | None = None
         self._read_at = -1
         self._started = started
         self._stored_seconds = 0.0
@@ -231,13 +231,13 @@ class History:
     # --- what is known ---------------------------------------------------------------------
 
     @property
-    def now(self) -> Snapshot:
+    def now(self) -> StudySnapshot:
         """The study as it is: read again only after a write, so that a decision sees one state."""
         if self._snapshot is None or self._read_at != self.store.writes:
             self._read_at = self.store.writes
             trials = self.store.trials(self.study)
             terms = self.study.budget, self.options.horizon, self.study.prefer
-            self._snapshot = Snapshot(trials, *terms)
+            self._snapshot = StudySnapshot(trials, *terms)
         return self._snapshot
 
     def require_baseline(self, *, reachable: bool = False) -> None:

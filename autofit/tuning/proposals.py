@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autofit import strategies
 from autofit.analysis.acquisition import prospects
-from autofit.analysis.candidates import Launch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchState
 from autofit.analysis.fallback import FallbackContext, fallbacks_below
 from autofit.analysis.pruning import FRAGMENTED, fragmentation
 from autofit.analysis.verdicts import best_plan
@@ -62,7 +62,7 @@ class Proposer:
         self._spread = spread
         self._left_out: tuple[Reason, ...] = ()
 
-    def next(self, launch: Launch | None = None) -> Plan | None:
+    def next(self, launch: AskingLaunch | None = None) -> Plan | None:
         """Return the plan to measure next in ``launch``, or in a new launch.
 
         Returns ``None`` if no plan is worth a trial there now.
@@ -106,7 +106,7 @@ class Proposer:
             return start is not None
         return self._suggestions.has_plan(state)
 
-    def last_stage(self, launch: Launch) -> tuple[Stage, list[TrialRecord]]:
+    def last_stage(self, launch: AskingLaunch) -> tuple[Stage, list[TrialRecord]]:
         """Return what ``launch`` does once no plan is left to probe, and with which trials.
 
         The two fastest plans are compared by real steps, then the winner is verified. No trials:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autofit.analysis.verdicts import Training, compared, losses_of
+from autofit.analysis.verdicts import ExpectedTraining, compared, losses_of
 from autofit.equivalence.compare import compare, finite
 from autofit.plan import Plan
 from autofit.storage import Purpose, TrialRecord
@@ -37,7 +37,7 @@ class Reference:
         self, stored: tuple[TrialRecord, Trace] | None, say: Callable[[str], None]
     ) -> None:
         self._say = say
-        self.training = Training(plan=Plan())
+        self.training = ExpectedTraining(plan=Plan())
         if stored is not None:
             trial, trace = stored
             self._take(trial.plan, trial.report, trace)

@@ -19,7 +19,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
 from autofit.analysis.acquisition import Prospect, choose
-from autofit.analysis.candidates import Launch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchState
 from autofit.analysis.verdicts import fits
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
@@ -52,7 +52,7 @@ class AutofitSampler:
         self._chosen: tuple[object, Prospect | None] = (None, None)
         """The last choice, and what it was made from."""
 
-    def choice(self, state: SearchState, launch: Launch | None = None) -> Prospect | None:
+    def choice(self, state: SearchState, launch: AskingLaunch | None = None) -> Prospect | None:
         """Return the prospect to measure next in ``launch``, or in a new one.
 
         ``None`` if no plan is worth a trial there.
@@ -64,7 +64,7 @@ class AutofitSampler:
             self._chosen = made_from, self.choose(state, launch)
         return self._chosen[1]
 
-    def choose(self, state: SearchState, launch: Launch | None) -> Prospect | None:
+    def choose(self, state: SearchState, launch: AskingLaunch | None) -> Prospect | None:
         """Return the choice, made anew."""
         if state.level_sets is not None and not state.fits:
             return None  # the fixed starts look for a level set that fits
@@ -84,7 +84,7 @@ class Suggestions:
         self._exhausted = False
         """Whether the sampler proposed only known plans."""
 
-    def next(self, state: SearchState, launch: Launch | None = None) -> Plan | None:
+    def next(self, state: SearchState, launch: AskingLaunch | None = None) -> Plan | None:
         """Return the plan to measure next in ``launch``, or in a new one; ``None`` without one."""
         if self.has_plan(state, launch) and self._held is None:
             self._held = self._ask(state, launch)
@@ -94,7 +94,7 @@ class Suggestions:
         self._held = None
         return plan
 
-    def has_plan(self, state: SearchState, launch: Launch | None = None) -> bool:
+    def has_plan(self, state: SearchState, launch: AskingLaunch | None = None) -> bool:
         """Return whether a plan is worth a trial in ``launch``, or in a new one.
 
         autofit's own sampler says which gain it expects. With it a search ends when it expects
@@ -116,7 +116,7 @@ class Suggestions:
             return True
         return self._sampler.choose(replace(state, running=frozenset()), None) is not None
 
-    def _ask(self, state: SearchState, launch: Launch | None) -> Plan | None:
+    def _ask(self, state: SearchState, launch: AskingLaunch | None) -> Plan | None:
         """Ask the sampler; one of Optuna until its plan is not known, at most ``KNOWN`` times."""
         if isinstance(self._sampler, AutofitSampler):
             chosen = self._sampler.choice(state, launch)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 
 from autofit import strategies
 from autofit.analysis.acquisition import PAYBACK
-from autofit.analysis.candidates import Launch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchState
 from autofit.analysis.feasibility import LevelSet, level_sets_within, next_level_set
 from autofit.analysis.frontier import frontier
 from autofit.analysis.ranking import ranked
@@ -45,7 +45,7 @@ class FixedStarts:
         """Whether the script runs as it is."""
         return Plan() in self._state.running
 
-    def due(self, launch: Launch | None) -> tuple[Plan | None, bool]:
+    def due(self, launch: AskingLaunch | None) -> tuple[Plan | None, bool]:
         """Return the start for ``launch``, or for a new one; and whether others must wait.
 
         Others wait for the script as it is, and while no set of levels is known that fits.
@@ -141,7 +141,7 @@ class FixedStarts:
             level_sets = level_sets_within(state.space, facts, state.budget, cuda=state.cuda)
         return next_level_set(level_sets or (), state.space, state.finished)
 
-    def _leanest(self, level_set: LevelSet, launch: Launch | None) -> Plan | None:
+    def _leanest(self, level_set: LevelSet, launch: AskingLaunch | None) -> Plan | None:
         """Return the plan that tests whether a level set is enough; ``None`` while another runs."""
         state = self._state
         if launch is None and state.running:

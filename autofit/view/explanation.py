@@ -15,14 +15,19 @@ from autofit.inspection.techniques import Basis, Technique
 from autofit.units import format_size
 from autofit.view import words
 from autofit.view.history import add, day, table
-from autofit.worker.records.inspection import Kind, Part
-from autofit.worker.records.places import Place
+from autofit.worker.records.inspection import Part, TensorKind
+from autofit.worker.records.places import SourceLine
 
 MOST = 10
 """Most rows of the tables by module and by line."""
 HIDES = 0.6
 """A line with this share of what all lines made is told by the lines of packages below it."""
-OF_MODULES = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIONS)
+OF_MODULES = (
+    TensorKind.WEIGHTS,
+    TensorKind.GRADIENTS,
+    TensorKind.OPTIMIZER_STATE,
+    TensorKind.ACTIVATIONS,
+)
 """Kinds that belong to the modules of a model."""
 LEAST = 0.005
 """Share of the memory below which a row is left out of those tables."""
@@ -31,17 +36,17 @@ GROWN = 3
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 """The number of a repeated block in a module's path."""
 WHAT = {
-    Kind.WEIGHTS: "parameters and buffers",
-    Kind.GRADIENTS: "of the parameters",
-    Kind.OPTIMIZER_STATE: "such as Adam's two moments",
-    Kind.ACTIVATIONS: "kept from forward for backward",
-    Kind.TEMPORARY: "freed within the same phase",
-    Kind.OTHER: "batches, other models, metrics",
-    Kind.WORKSPACE: "of the running kernel",
-    Kind.LIBRARIES: "such as cuBLAS's workspace",
-    Kind.ROUNDING: "ends of the allocator's blocks",
-    Kind.CACHE: "free memory that torch's allocator holds",
-    Kind.CONTEXT: "CUDA context, libraries, NCCL",
+    TensorKind.WEIGHTS: "parameters and buffers",
+    TensorKind.GRADIENTS: "of the parameters",
+    TensorKind.OPTIMIZER_STATE: "such as Adam's two moments",
+    TensorKind.ACTIVATIONS: "kept from forward for backward",
+    TensorKind.TEMPORARY: "freed within the same phase",
+    TensorKind.OTHER: "batches, other models, metrics",
+    TensorKind.WORKSPACE: "of the running kernel",
+    TensorKind.LIBRARIES: "such as cuBLAS's workspace",
+    TensorKind.ROUNDING: "ends of the allocator's blocks",
+    TensorKind.CACHE: "free memory that torch's allocator holds",
+    TensorKind.CONTEXT: "CUDA context, libraries, NCCL",
 }
 BASES = {
     Basis.MEASURED: "measured",
@@ -101,7 +106,7 @@ def tables(found: Explanation) -> Iterator[Table | str]:
         yield "`autofit search` finds the fastest plan that fits"
 
 
-def kinds(when: str, sizes: Mapping[Kind, int]) -> Table:
+def kinds(when: str, sizes: Mapping[TensorKind, int]) -> Table:
     """Return the memory by kind at a moment; the sum is what was held then."""
     made = table((when, "size", "share", ""), right=("size", "share"))
     total = sum(sizes.values())
@@ -146,13 +151,13 @@ def by_line(found: Explanation) -> Table:
     return made
 
 
-def _made_at(part: Part) -> Place | None:
+def _made_at(part: Part) -> SourceLine | None:
     """Return the user's line that made a part; the package's if a package runs by itself."""
     return part.place or part.library
 
 
 def _by_place(
-    parts: Sequence[Part], place: Callable[[Part], Place | None], found: Explanation
+    parts: Sequence[Part], place: Callable[[Part], SourceLine | None], found: Explanation
 ) -> list[list[Part]]:
     """Return the largest groups of parts that were made at one place."""
 
@@ -164,7 +169,12 @@ def _by_place(
 
 
 def _add_line(
-    to: Table, place: Place | None, group: Sequence[Part], found: Explanation, *, indent: str = ""
+    to: Table,
+    place: SourceLine | None,
+    group: Sequence[Part],
+    found: Explanation,
+    *,
+    indent: str = "",
 ) -> None:
     """Add the row of the parts that were made at a place."""
     sizes = sizes_by_kind(group)
@@ -322,5 +332,5 @@ def _share(size: int, total: int) -> str:
     return f"{size / total * 100:.1f} %" if total else "-"
 
 
-def _at(place: Place | None) -> str:
+def _at(place: SourceLine | None) -> str:
     return "" if place is None else f" at {place.line}"

@@ -12,14 +12,14 @@ from autofit.units import format_size
 from autofit.view import words
 from autofit.view.explanation import kinds
 from autofit.view.history import add, table
-from autofit.worker.records.inspection import Kind
+from autofit.worker.records.inspection import TensorKind
 
 MOST = 3
 """Most lines with guesses that are named."""
 SHOWN = {
-    "weights": (Kind.WEIGHTS,),
-    "gradients": (Kind.GRADIENTS,),
-    "state": (Kind.OPTIMIZER_STATE,),
+    "weights": (TensorKind.WEIGHTS,),
+    "gradients": (TensorKind.GRADIENTS,),
+    "state": (TensorKind.OPTIMIZER_STATE,),
 }
 """Columns of single kinds; the last column holds the other kinds."""
 

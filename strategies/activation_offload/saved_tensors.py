@@ -70,7 +70,7 @@ class HostBudget:
         self._held -= taken
 
 
-class Transfer(Protocol):
+class _Transfer(Protocol):
     """Copies tensors between a device and the host."""
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -86,7 +86,7 @@ class Transfer(Protocol):
         """Make later kernels wait for a copy to the device."""
 
 
-class StreamTransfer:
+class _StreamTransfer:
     """Copies on a separate stream.
 
     A ticket is the copy's event and the computing stream.
@@ -128,7 +128,7 @@ class StreamTransfer:
         return self._stream.record_event(), present
 
 
-class BlockingTransfer:
+class _BlockingTransfer:
     """Copies at once, for tests on a CPU; to Python's own memory, which no cap counts."""
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -148,10 +148,10 @@ class BlockingTransfer:
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class OffloadedTensor:
+class _OffloadedTensor:
     """A tensor in host memory, with all that is needed to restore it."""
 
-    transfer: Transfer
+    transfer: _Transfer
     host_budget: HostBudget
     taken: int
     content: torch.Tensor
@@ -193,7 +193,7 @@ class OffloadedTensor:
         self.host_budget.give_back(self.taken)
 
 
-class SavedTensors:
+class _SavedTensors:
     """The tensors that one forward pass saves."""
 
     def __init__(self, offload: Offload, stay: set[int]) -> None:
@@ -201,10 +201,10 @@ class SavedTensors:
         self._offload = offload
         self._stay = stay
         self._seen = self._gone = 0
-        self._known: dict[Any, tuple[StorageWeakRef, ref[OffloadedTensor]]] = {}
+        self._known: dict[Any, tuple[StorageWeakRef, ref[_OffloadedTensor]]] = {}
         """Tensors that were saved before, by address, layout, type and version."""
-        self._order: list[ref[OffloadedTensor]] = []
-        self._leaving: deque[ref[OffloadedTensor]] = deque()
+        self._order: list[ref[_OffloadedTensor]] = []
+        self._leaving: deque[ref[_OffloadedTensor]] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Offload a tensor if that is worthwhile. Return the object that autograd stores."""
@@ -246,7 +246,7 @@ class SavedTensors:
             and not (self._offload.compiled and gapped(tensor))
         )
 
-    def _send(self, tensor: torch.Tensor, size: int) -> OffloadedTensor | None:
+    def _send(self, tensor: torch.Tensor, size: int) -> _OffloadedTensor | None:
         """Copy a tensor to the host; ``None`` beyond the level's share or the host's memory."""
         offload = self._offload
         self._seen += size
@@ -258,7 +258,7 @@ class SavedTensors:
         transfer = offload.transfer(tensor.device)
         source, stride = laid_out(tensor)
         content, ticket = transfer.to_host(source)
-        offloaded = OffloadedTensor(
+        offloaded = _OffloadedTensor(
             transfer, offload.host_budget, taken, content, ticket, source, tensor.shape, stride
         )
         self._leaving.append(ref(offloaded))
@@ -279,7 +279,7 @@ class Offload:
         self.compiled = False
         """Part of the root is compiled: its backward needs the original strides."""
         self._module = ref(module)
-        self._transfers: dict[torch.device, Transfer] = {}
+        self._transfers: dict[torch.device, _Transfer] = {}
 
     def around(self, forward: Forward) -> Forward:
         """Run each call with gradients under the saved-tensor hooks."""
@@ -291,17 +291,17 @@ class Offload:
             module = self._module()
             parts = [] if module is None else module.modules()
             self.compiled = any(each._compiled_call_impl is not None for each in parts)
-            saved = SavedTensors(self, self._residents(args, kwargs))
+            saved = _SavedTensors(self, self._residents(args, kwargs))
             with saved_tensors_hooks(saved.pack, saved.unpack):
                 return forward(*args, **kwargs)
 
         return call
 
-    def transfer(self, device: torch.device) -> Transfer:
+    def transfer(self, device: torch.device) -> _Transfer:
         """Return the transfer between ``device`` and the host."""
         if device not in self._transfers:
             self._transfers[device] = (
-                StreamTransfer(device) if on_accelerator(device) else BlockingTransfer()
+                _StreamTransfer(device) if on_accelerator(device) else _BlockingTransfer()
             )
         return self._transfers[device]
 

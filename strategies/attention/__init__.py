@@ -125,10 +125,10 @@ class Attention(Strategy):
             elif level == "sdpa":
                 raise Refused(WRITTEN)
             if level == FLASH:
-                from autofit.strategies.attention.kernels import First, preferring_flash
+                from autofit.strategies.attention.kernels import FirstForward, preferring_flash
 
                 stack.enter_context(preferring_flash())
-                first = First(root.module)
+                first = FirstForward(root.module)
                 stack.callback(root.around_forward(first.around))
             return stack.pop_all().close
         raise AssertionError("the stack swallows nothing")

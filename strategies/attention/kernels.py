@@ -39,7 +39,7 @@ def preferring_flash() -> Iterator[None]:
         yield
 
 
-class First:
+class FirstForward:
     """Observes the kernels in a root's first forward with gradients."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -306,13 +306,13 @@ class Compile(Strategy):
 
 def _record_blocks(blocks: Sequence[Any], root: Root, undo_size: Undo) -> Undo:
     """Run each block as a CUDA graph, but those that are checkpointed."""
-    from autofit.strategies.compile.graphs import GraphedBlock, Memory
+    from autofit.strategies.compile.graphs import GraphedBlock, GraphMemory
 
     blocks = blocks[count(root.levels["checkpointing"], len(blocks)) :]
     if not blocks:
         undo_size()
         raise Refused(ALL_CHECKPOINTED)
-    memory = Memory()
+    memory = GraphMemory()
     graphed = [GraphedBlock(b, memory, root.changes_of(b), root.set_aside) for b in blocks]
     pairs = zip(blocks, graphed, strict=True)
     undos = [root.around_call(block, each.around) for block, each in pairs]

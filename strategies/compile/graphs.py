@@ -39,7 +39,7 @@ MOST_NEW = 8
 VARIES = "shapes or settings keep changing, and a CUDA graph has fixed ones"
 
 
-class Memory:
+class GraphMemory:
     """What the recordings of a model share: memory for their backwards, and the stream of records.
 
     All backwards may use the same memory, in any order: the recordings hold their gradients, and
@@ -79,7 +79,7 @@ class GraphedBlock:
     def __init__(
         self,
         block: nn.Module,
-        memory: Memory,
+        memory: GraphMemory,
         changes: Callable[[], object],
         new: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,7 +91,7 @@ class GraphedBlock:
         self._memory = memory
         self._changes = changes
         self._new = new
-        self._recordings: OrderedDict[object, Recording] = OrderedDict()
+        self._recordings: OrderedDict[object, _Recording] = OrderedDict()
         self._new_in_a_row = 0
 
     def clear(self) -> None:
@@ -115,7 +115,7 @@ class GraphedBlock:
 
         return call
 
-    def _record(self, leaves: list[Any], spec: TreeSpec) -> Recording:
+    def _record(self, leaves: list[Any], spec: TreeSpec) -> _Recording:
         self._new_in_a_row += 1
         if self._new_in_a_row > MOST_NEW:
             raise Refused(VARIES, NAME)
@@ -126,7 +126,7 @@ class GraphedBlock:
         self._new()
         try:
             with self._memory.recorded():
-                return Recording(block, leaves, spec, self._memory)
+                return _Recording(block, leaves, spec, self._memory)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -135,10 +135,12 @@ class GraphedBlock:
             raise Refused(f"a block cannot run as a CUDA graph: {line}", NAME) from error
 
 
-class Recording:
+class _Recording:
     """The two graphs of one kind of call, and the memory that they read and write."""
 
-    def __init__(self, block: nn.Module, leaves: list[Any], spec: TreeSpec, memory: Memory) -> None:
+    def __init__(
+        self, block: nn.Module, leaves: list[Any], spec: TreeSpec, memory: GraphMemory
+    ) -> None:
         """Record a call. Raises ``Refused`` or ``RuntimeError`` if it is impossible.
 
         It differentiates for aliases of the parameters: autograd would wait for the stream of the
@@ -259,7 +261,7 @@ class _Replay(torch.autograd.Function):
     """The autograd node of a replayed block."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, recording: _Recording, *tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.recording = recording
         ctx.call, outputs = recording.forward(tensors)
         pairs = zip(outputs, recording.differentiable(), strict=True)

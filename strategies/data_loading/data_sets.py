@@ -27,7 +27,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
-class Draws:
+class LoaderDraws:
     """The states of the host's global random generators, which a data set may use."""
 
     torch: bytes
@@ -35,7 +35,7 @@ class Draws:
     numpy: Any
 
     @classmethod
-    def now(cls) -> Draws:
+    def now(cls) -> LoaderDraws:
         """Return the present states."""
         numpy = sys.modules.get("numpy")
         state = None

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIt
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward, Root
 from autofit.strategies.data_loading.data_sets import (
-    Draws,
+    LoaderDraws,
     connection,
     marks,
     positions,
@@ -65,7 +65,7 @@ def workers() -> int:
 
 
 @dataclass
-class Known:
+class _Known:
     """What is known about a data set."""
 
     dataset: Any
@@ -83,8 +83,8 @@ class Reading:
     def __init__(self, root: Root, *, pinned: bool) -> None:
         self._root = root
         self._pinned = pinned
-        self._known: dict[int, Known] = {}
-        self._ahead: weakref.WeakKeyDictionary[Any, Ahead] = weakref.WeakKeyDictionary()
+        self._known: dict[int, _Known] = {}
+        self._ahead: weakref.WeakKeyDictionary[Any, _Ahead] = weakref.WeakKeyDictionary()
         self._process = os.getpid()
         self._reason: str | None = None
 
@@ -102,13 +102,13 @@ class Reading:
         """Return the next batch of ``iterator``. ``plain`` fetches it in this process."""
         if type(iterator) is not _SingleProcessDataLoaderIter or os.getpid() != self._process:
             return plain()
-        known = self._known.setdefault(id(iterator._dataset), Known(iterator._dataset))
+        known = self._known.setdefault(id(iterator._dataset), _Known(iterator._dataset))
         ahead = self._ahead.get(iterator)
         if ahead is None:
             self._note(known, known.reason or _why_not(iterator))
             if known.reason is not None:
                 return plain()
-            ahead = self._ahead[iterator] = Ahead(iterator, self._pinned)
+            ahead = self._ahead[iterator] = _Ahead(iterator, self._pinned)
             weakref.finalize(iterator, ahead.stop)  # the script may end a pass early
             if not known.proven:
                 self._root.set_aside()
@@ -123,7 +123,7 @@ class Reading:
             ahead.close(iterator)
         self._ahead.clear()
 
-    def _note(self, known: Known, reason: str | None) -> None:
+    def _note(self, known: _Known, reason: str | None) -> None:
         """Record ``reason``, if any: from now on this process fetches the data. Warn once."""
         if reason is None or reason == known.reason:
             return
@@ -147,7 +147,7 @@ def _why_not(iterator: Any) -> str | None:
     return None
 
 
-class Ahead:
+class _Ahead:
     """One iterator whose batches are fetched ahead."""
 
     def __init__(self, iterator: Any, pinned: bool) -> None:
@@ -163,7 +163,7 @@ class Ahead:
         self._marks: list[Any] = []
         self._process = os.getpid()
 
-    def prove(self, iterator: Any, plain: Callable[[], Any], known: Known) -> str | None:
+    def prove(self, iterator: Any, plain: Callable[[], Any], known: _Known) -> str | None:
         """Fetch some batches here and in workers, and compare them.
 
         Returns why workers cannot be used, or ``None``. The script gets the batches fetched here.
@@ -191,7 +191,9 @@ class Ahead:
         known.proven = True
         return None
 
-    def next(self, iterator: Any, plain: Callable[[], Any], known: Known) -> tuple[Any, str | None]:
+    def next(
+        self, iterator: Any, plain: Callable[[], Any], known: _Known
+    ) -> tuple[Any, str | None]:
         """Return the next batch, and why this process fetches the following ones, or ``None``."""
         if self._ready:
             return self._ready.popleft()[1], None
@@ -231,10 +233,10 @@ class Ahead:
     def _fetch(self, iterator: Any, plain: Callable[[], Any]) -> str | None:
         """Fetch a batch for each worker, and one more. Return why workers cannot be used."""
         for index in islice(self._source, workers() + 1):
-            before, places = Draws.now(), positions()
+            before, places = LoaderDraws.now(), positions()
             iterator._sampler_iter = iter((index,))
             batch = plain()
-            if before != Draws.now():
+            if before != LoaderDraws.now():
                 if not self._ready:
                     self._ready.append((index, batch))
                 else:  # too early: it is fetched again in its turn
@@ -300,12 +302,12 @@ def _next(batches: Any) -> tuple[Any, bool]:
 def _watched(indices: Iterator[Any], first: bool) -> Iterator[Any]:
     """Yield a sampler's indices. Only the ``first`` index may draw random numbers."""
     while True:
-        before = None if first else Draws.now()
+        before = None if first else LoaderDraws.now()
         try:
             index = next(indices)
         except StopIteration:
             return
-        if before is not None and before != Draws.now():
+        if before is not None and before != LoaderDraws.now():
             raise Refused(SAMPLER, NAME)
         first = False
         yield index
@@ -319,9 +321,9 @@ class _Batches(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> tuple[Any, bool]:
         """Return a batch, and whether fetching it drew random numbers."""
-        before = Draws.now()
+        before = LoaderDraws.now()
         batch = self._fetcher.fetch(index)
-        return batch, before != Draws.now()
+        return batch, before != LoaderDraws.now()
 
 
 def _as_it_is(batch: Any) -> Any:

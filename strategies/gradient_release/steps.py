@@ -23,7 +23,7 @@ def release(handle: OptimizerHandle, *, hosted: bool) -> Undo:
         raise Refused(reason)
     if not hosted:
         return handle.step_in_backward()
-    aside = Hosted()
+    aside = _Hosted()
     undo_step = handle.step_in_backward(aside)
 
     def undo() -> None:
@@ -52,7 +52,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     return None
 
 
-class Hosted:
+class _Hosted:
     """Sums of the gradients of several chunks in host memory. Implements ``Aside``.
 
     On a GPU the copies run on a separate stream. A gradient is freed after its copy. The main

@@ -34,7 +34,7 @@ class Record:
     """Number of losses computed in chunks."""
 
 
-class LazyLogits(Deferred):
+class _LazyLogits(Deferred):
     """``head(hidden)``, which is computed only if it is used for anything but a loss.
 
     It is no instance of ``torch.Tensor``. torch's functions convert it to a tensor.
@@ -50,7 +50,7 @@ class LazyLogits(Deferred):
         self.dtype = dtype
 
     @classmethod
-    def of(cls, head: nn.Linear, hidden: torch.Tensor, record: Record) -> LazyLogits:
+    def of(cls, head: nn.Linear, hidden: torch.Tensor, record: Record) -> _LazyLogits:
         """Return the output of ``head`` under the present autocast, not computed yet."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -67,7 +67,7 @@ class LazyLogits(Deferred):
             self._value = self._computed()
         return self._value
 
-    def detached(self) -> LazyLogits:
+    def detached(self) -> _LazyLogits:
         """Return the same logits without a graph."""
         return self._like(self._hidden.detach(), graph=False)
 
@@ -89,8 +89,8 @@ class LazyLogits(Deferred):
 
     def _like(
         self, hidden: torch.Tensor, *, dtype: torch.dtype | None = None, graph: bool | None = None
-    ) -> LazyLogits:
-        other = LazyLogits(hidden, self._head, dtype or self.dtype, self._record)
+    ) -> _LazyLogits:
+        other = _LazyLogits(hidden, self._head, dtype or self.dtype, self._record)
         other._version = self._version
         other._graph = self._graph if graph is None else graph
         return other
@@ -120,7 +120,7 @@ class LazyLogits(Deferred):
         """Return the number of dimensions."""
         return self.ndim
 
-    def contiguous(self) -> LazyLogits:
+    def contiguous(self) -> _LazyLogits:
         """Return itself: the logits will be contiguous."""
         return self
 
@@ -187,14 +187,14 @@ class LazyLogits(Deferred):
             found = _loss(*args, **kwargs)
             if found is not None:
                 return found
-        if func in MAPS and isinstance(args[0], LazyLogits) and not kwargs:
+        if func in MAPS and isinstance(args[0], _LazyLogits) and not kwargs:
             mapped = args[0]._mapped(func, args[1:])
             if mapped is not None:
                 return mapped
         args, kwargs = tree_map(_computed, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
-    def _mapped(self, function: Callable[..., Any], others: Sequence[Any]) -> LazyLogits | None:
+    def _mapped(self, function: Callable[..., Any], others: Sequence[Any]) -> _LazyLogits | None:
         """Return lazy logits after an elementwise ``function``; ``None`` if that is impossible."""
         if self._value is not None or not all(isinstance(each, (int, float)) for each in others):
             return None
@@ -233,7 +233,7 @@ def _loss(
 ) -> torch.Tensor | None:
     """Return ``cross_entropy`` computed in chunks, or ``None`` if that is impossible."""
     plain = weight is None and size_average is None and reduce is None and not label_smoothing
-    if not (plain and reduction in ("mean", "sum") and isinstance(input, LazyLogits)):
+    if not (plain and reduction in ("mean", "sum") and isinstance(input, _LazyLogits)):
         return None
     if not input._of_classes(target):
         return None
@@ -245,7 +245,7 @@ def _loss(
 
 
 def _computed(value: Any) -> Any:
-    return value.value() if isinstance(value, LazyLogits) else value
+    return value.value() if isinstance(value, _LazyLogits) else value
 
 
 def _rows(index: Any, ndim: int) -> Any:
@@ -262,7 +262,7 @@ def _rows(index: Any, ndim: int) -> Any:
 
 
 def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def operate(self: LazyLogits, *others: Any) -> Any:
+    def operate(self: _LazyLogits, *others: Any) -> Any:
         return function(*others, self) if swapped else function(self, *others)
 
     return operate
@@ -284,11 +284,11 @@ _OPERATORS: dict[str, Any] = {
     "__ge__": torch.ge,
 }
 for _name, _function in _OPERATORS.items():
-    setattr(LazyLogits, _name, _operator(_function))
+    setattr(_LazyLogits, _name, _operator(_function))
 for _name in ("add", "mul"):
-    setattr(LazyLogits, f"__r{_name}__", _operator(_OPERATORS[f"__{_name}__"]))
-setattr(LazyLogits, "__rsub__", _operator(torch.rsub))  # noqa: B010 - as those above
-LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+    setattr(_LazyLogits, f"__r{_name}__", _operator(_OPERATORS[f"__{_name}__"]))
+setattr(_LazyLogits, "__rsub__", _operator(torch.rsub))  # noqa: B010 - as those above
+_LazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 class _Barrier(torch.autograd.Function):
@@ -320,7 +320,7 @@ class Watch:
             hidden = args[0] if len(args) == 1 and not kwargs else None
             if self._record is None or not isinstance(hidden, torch.Tensor) or hidden.ndim < 2:
                 return forward(*args, **kwargs)
-            return LazyLogits.of(self.layer, hidden, self._record)
+            return _LazyLogits.of(self.layer, hidden, self._record)
 
         return call
 

@@ -46,7 +46,7 @@ State = dict[str, Any]
 
 def to_eight_bit(handle: OptimizerHandle, level: str) -> Undo:
     """Keep the state of an optimizer in 8 bits, including the present state."""
-    return EightBit(handle, understood(handle.optimizer)).undo
+    return _EightBit(handle, understood(handle.optimizer)).undo
 
 
 def understood(optimizer: Optimizer) -> Algorithm:
@@ -80,7 +80,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     return why_not_fused(optimizer) if adam else None
 
 
-class EightBit:
+class _EightBit:
     """The 8-bit state of one optimizer; it is stored in ``optimizer.state``."""
 
     def __init__(self, handle: OptimizerHandle, algorithm: Algorithm) -> None:

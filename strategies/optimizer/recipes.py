@@ -73,7 +73,7 @@ class Lion(Recipe):
         moment.lerp_(gradient, 1 - self.BETAS[1])
 
 
-class Momentum(Recipe):
+class _Momentum(Recipe):
     """SGD with momentum. Each tensor's step is as long as Adam's usually is.
 
     Plain SGD at Adam's rates changes the weights too little. So the root mean square of a tensor's
@@ -144,7 +144,7 @@ def _precise(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-RECIPES: dict[str, Recipe] = {"lion": Lion(), "sgd": Momentum(), "adafactor": Adafactor()}
+RECIPES: dict[str, Recipe] = {"lion": Lion(), "sgd": _Momentum(), "adafactor": Adafactor()}
 """By the name of the level."""
 
 
@@ -152,7 +152,7 @@ def replace(handle: OptimizerHandle, level: str) -> Undo:
     """Train with the algorithm of ``level`` in place of the script's."""
     if reason := why_not(handle.optimizer):
         raise Refused(reason)
-    return Replaced(handle, level).undo
+    return _ReplacedSteps(handle, level).undo
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -176,7 +176,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     return None
 
 
-class Replaced:
+class _ReplacedSteps:
     """Another algorithm behind one optimizer; its state is in the optimizer's own ``state``."""
 
     def __init__(self, handle: OptimizerHandle, level: str) -> None:

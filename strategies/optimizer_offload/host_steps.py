@@ -44,7 +44,7 @@ def offload(handle: OptimizerHandle, *, in_files: bool = False) -> Undo:
     """Keep the state of an optimizer in host memory, or in files, from its next step on."""
     if reason := why_not(handle.optimizer):
         raise Refused(reason)
-    return Offload(handle, StateFiles() if in_files else None).undo
+    return StateOffload(handle, StateFiles() if in_files else None).undo
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -87,14 +87,14 @@ def reserve_host_memory(optimizer: Optimizer) -> list[int]:
     )
 
 
-class Offload:
+class StateOffload:
     """Keeps the state of one optimizer off the device. It remains in ``optimizer.state``."""
 
     def __init__(self, handle: OptimizerHandle, files: StateFiles | None = None) -> None:
         """``files``: keep the state there; ``None`` for host memory."""
         self._handle = handle
         self._files = files
-        self._lanes: dict[torch.device, Lanes] = {}
+        self._lanes: dict[torch.device, _Lanes] = {}
         self._hosted = WeakTensorKeyDictionary()
         """State tensors in host memory."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
@@ -246,7 +246,7 @@ class Offload:
         if not on_accelerator(parameter.device):
             return nullcontext()
         if parameter.device not in self._lanes:
-            self._lanes[parameter.device] = Lanes(parameter.device)
+            self._lanes[parameter.device] = _Lanes(parameter.device)
         return self._lanes[parameter.device].next(gradient)
 
     def _send(self, state: State, parameter: torch.Tensor) -> None:
@@ -302,7 +302,7 @@ class Offload:
                 optimizer.state[parameter] = state
 
 
-class Lanes:
+class _Lanes:
     """Two alternating streams of a device, and the gradients that they still read.
 
     A lane owns the memory that it allocates. A gradient belongs to the main stream. That stream

@@ -72,12 +72,12 @@ class Trimming:
             if length is None:
                 return forward(*args, **kwargs)
             leaves, spec = tree_flatten(forward(*args, **_cut(kwargs, length)))
-            whole = Whole(self._root, lambda: forward(*args, **kwargs))
+            whole = _Whole(self._root, lambda: forward(*args, **kwargs))
             if spec not in self._by_token:
                 self._by_token[spec] = whole.compare(leaves, spec, length)
             for index in self._by_token[spec]:
                 tokens = kwargs[MASKS[0]].shape[1]
-                leaves[index] = Trimmed(leaves[index], index, whole, tokens)
+                leaves[index] = _Trimmed(leaves[index], index, whole, tokens)
             return tree_unflatten(leaves, spec)
 
         return call
@@ -110,7 +110,7 @@ def _cut(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
     return cut
 
 
-class Whole:
+class _Whole:
     """A forward on all tokens, which runs when one of its outputs is needed."""
 
     def __init__(self, root: Root, forward: Callable[[], Any]) -> None:
@@ -153,14 +153,14 @@ class Whole:
         return sum(parameter._version for parameter in self._root.module.parameters())
 
 
-class Trimmed(Deferred):
+class _Trimmed(Deferred):
     """A lazy output for each token. It computes the trimmed tokens when it is used.
 
     It is no instance of ``torch.Tensor``. torch's functions convert it to a tensor.
     """
 
     def __init__(
-        self, part: Any, index: int, whole: Whole, tokens: int, *, graph: bool = True
+        self, part: Any, index: int, whole: _Whole, tokens: int, *, graph: bool = True
     ) -> None:
         """``part``: the output for the computed tokens, a tensor or a lazy output.
 
@@ -204,11 +204,11 @@ class Trimmed(Deferred):
         """Return the same output without a graph."""
         deferred = isinstance(self._part, Deferred)
         part = self._part.detached() if deferred else self._part.detach()
-        return Trimmed(part, self._index, self._whole, self._tokens, graph=False)
+        return _Trimmed(part, self._index, self._whole, self._tokens, graph=False)
 
     def joined(self, others: Sequence[Any], dim: int) -> Deferred | None:
         """Return the outputs of several chunks as one."""
-        return Joined((self, *others), dim)
+        return _Joined((self, *others), dim)
 
     def __getattr__(self, name: str) -> Any:
         """Compute the output for any other attribute."""
@@ -233,7 +233,7 @@ class Trimmed(Deferred):
         return func(*args, **kwargs)
 
 
-class Joined(Trimmed):
+class _Joined(_Trimmed):
     """The outputs of several chunks of a batch."""
 
     def __init__(self, parts: Sequence[Any], dim: int) -> None:
@@ -259,7 +259,7 @@ class Joined(Trimmed):
 
     def detached(self) -> Deferred:
         """Return the same outputs without a graph."""
-        return Joined([part.detached() for part in self._parts], self._dim)
+        return _Joined([part.detached() for part in self._parts], self._dim)
 
 
 class _Barrier(torch.autograd.Function):
@@ -298,7 +298,7 @@ def _operators() -> dict[str, Callable[..., Any]]:
 
 
 def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def operate(self: Trimmed, *others: Any) -> Any:
+    def operate(self: _Trimmed, *others: Any) -> Any:
         operands = (self.value(), *map(_value, others))
         return function(*operands[::-1] if swapped else operands)
 
@@ -306,5 +306,5 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
 
 
 for _name, _function in _operators().items():
-    setattr(Trimmed, _name, _function)
-Trimmed.__hash__ = object.__hash__  # type: ignore[method-assign]
+    setattr(_Trimmed, _name, _function)
+_Trimmed.__hash__ = object.__hash__  # type: ignore[method-assign]

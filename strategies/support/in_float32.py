@@ -23,7 +23,7 @@ PARTS = 16
 State = dict[str, Any]
 
 
-class Form(Protocol):
+class _Form(Protocol):
     """How parameters are stored between steps."""
 
     def opens(self, parameter: torch.Tensor) -> bool:
@@ -44,7 +44,7 @@ class Form(Protocol):
         """Write ``values`` into ``kept``, the data of the parameters between steps."""
 
 
-def step(optimizer: Optimizer, plain: Callable[[], None], form: Form) -> None:
+def step(optimizer: Optimizer, plain: Callable[[], None], form: _Form) -> None:
     """Step with the parameters of ``form`` in float32."""
     groups = optimizer.param_groups
     params = [group["params"] for group in groups]
@@ -70,7 +70,7 @@ def change_type(parameter: torch.Tensor, data: torch.Tensor) -> None:
     parameter.grad = gradient
 
 
-def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tensor]]:
+def _together(optimizer: Optimizer, form: _Form) -> Iterator[dict[int, torch.Tensor]]:
     """Yield the parameters of each part by ``id``; at least one part."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     most = min(TOGETHER, sum(parameter.numel() for parameter in held) // PARTS)
@@ -88,7 +88,7 @@ def _together(optimizer: Optimizer, form: Form) -> Iterator[dict[int, torch.Tens
 
 
 @contextmanager
-def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: Form) -> Iterator[None]:
+def _open(optimizer: Optimizer, parameters: Sequence[torch.Tensor], form: _Form) -> Iterator[None]:
     """Return a context in which ``parameters`` and their gradients are float32."""
     kept = [parameter.data for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]

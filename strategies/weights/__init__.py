@@ -12,7 +12,7 @@ from autofit.strategies.base import (
     Level,
     Memory,
     OptimizerHandle,
-    Process,
+    ProcessHandle,
     Root,
     ScriptPart,
     Strategy,
@@ -143,7 +143,7 @@ class Weights(Strategy):
             around="torch.autocast(x.device.type, dtype=torch.bfloat16)",
         )
 
-    def on_process(self, level: str, process: Process) -> Undo | None:
+    def on_process(self, level: str, process: ProcessHandle) -> Undo | None:
         """Split weights during the model's creation if they would fill the device."""
         from autofit.strategies.weights.while_made import SplitWhileMade
 

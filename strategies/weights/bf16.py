@@ -46,11 +46,11 @@ def around(handle: OptimizerHandle) -> Undo:
     """Compute each step of an optimizer in float32, and round the result."""
     if isinstance(handle.optimizer, LBFGS):
         raise Refused("LBFGS calls the model within its step")
-    rounded = Rounded()
+    rounded = _Rounded()
     return handle.around_step(lambda optimizer, plain: step(optimizer, plain, rounded))
 
 
-class Rounded:
+class _Rounded:
     """Converts bfloat16 parameters for a step, and rounds them stochastically after it."""
 
     def __init__(self) -> None:

@@ -187,7 +187,7 @@ def join(handle: OptimizerHandle) -> Undo:
     """Run each step of an optimizer with parameters and gradients in float32."""
     if isinstance(handle.optimizer, LBFGS):
         raise Refused("LBFGS calls the model within its step")
-    loading = Loading()
+    loading = _Loading()
     hooks = (
         handle.optimizer.register_load_state_dict_pre_hook(loading.begins),
         handle.optimizer.register_load_state_dict_post_hook(loading.ends),
@@ -202,7 +202,7 @@ def join(handle: OptimizerHandle) -> Undo:
     return undo
 
 
-class Halves:
+class _Halves:
     """Joins parameters before a step, and splits them after it."""
 
     def opens(self, parameter: torch.Tensor) -> bool:
@@ -247,10 +247,10 @@ def _row(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.view(-1) for tensor in tensors])
 
 
-HALVES = Halves()
+HALVES = _Halves()
 
 
-class Loading:
+class _Loading:
     """Keeps loaded optimizer state in float32. torch would cast it to the parameter's type."""
 
     def __init__(self) -> None:

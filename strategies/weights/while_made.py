@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autofit.strategies.base import Forward, Process, Undo
+from autofit.strategies.base import Forward, ProcessHandle, Undo
 from autofit.strategies.precision import autocast
 from autofit.strategies.support.device import device_capacity
 from autofit.strategies.support.in_float32 import change_type
@@ -49,7 +49,7 @@ def _cast(forward: Forward) -> Forward:
 class SplitWhileMade:
     """Watches the creation of parameters, from ``attach`` to ``detach``."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: ProcessHandle) -> None:
         self._process = process
         self._come = WeakTensorKeyDictionary()
         """Float32 parameters on a GPU."""

@@ -20,7 +20,7 @@ from autofit.strategies.activation_offload import saved_tensors
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from tests.roots import Bystander
 
 pytestmark = pytest.mark.gpu
@@ -225,7 +225,7 @@ def test_memory_that_runs_out_in_backward_is_split(calls: Calls) -> None:
     module, sizes = Decoder().cuda(), []
 
     def short(error: BaseException, phase: str, size: int) -> bool:
-        assert classify(error).kind is Kind.OOM
+        assert classify(error).kind is ErrorKind.OOM
         sizes.append(size)
         return True
 

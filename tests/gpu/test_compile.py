@@ -16,7 +16,7 @@ from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 from tests.roots import Bystander
 
@@ -171,7 +171,7 @@ def test_a_shortage_in_compiled_code_is_one_and_the_step_goes_on_smaller(calls: 
     module, sizes = Decoder().cuda(), []
 
     def short(error: BaseException, phase: str, size: int) -> bool:
-        assert classify(error).kind is Kind.OOM
+        assert classify(error).kind is ErrorKind.OOM
         sizes.append(size)
         return True
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autofit.exceptions import Refused
-from autofit.strategies.compile.graphs import MOST_NEW, GraphedBlock, Memory
+from autofit.strategies.compile.graphs import MOST_NEW, GraphedBlock, GraphMemory
 
 pytestmark = pytest.mark.gpu
 WIDTH = 32
@@ -38,7 +38,7 @@ def blocks() -> list[Block]:
 
 
 def graphed(blocks: list[Block], changes: Callable[[], object] = lambda: 0) -> list[Any]:
-    memory = Memory()
+    memory = GraphMemory()
     return [GraphedBlock(each, memory, changes).around(each) for each in blocks]
 
 
@@ -158,7 +158,7 @@ def test_the_memory_is_freed(blocks: list[Block]) -> None:
     blocks[1].zero_grad()
     gc.collect()
     before = torch.cuda.memory_allocated()
-    held = GraphedBlock(blocks[0], Memory(), lambda: 0)
+    held = GraphedBlock(blocks[0], GraphMemory(), lambda: 0)
     held.around(blocks[0])(x).sum().backward()
     blocks[0].zero_grad()
     assert torch.cuda.memory_allocated() > before

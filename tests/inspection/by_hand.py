@@ -17,12 +17,12 @@ from autofit.worker.records.inspection import (
     Growth,
     Guess,
     Inspected,
-    Kind,
-    Moment,
     Part,
+    PeakMoment,
     PlainSteps,
+    TensorKind,
 )
-from autofit.worker.records.places import Place
+from autofit.worker.records.places import SourceLine
 from autofit.worker.records.trials import OutOfMemory, Script
 
 MIB = 1 << 20
@@ -30,18 +30,18 @@ GIB = 1 << 30
 EVIL = "train\x1b[2J.py"
 """A name that would clear a terminal."""
 SCRIPT = Script(target=EVIL, cwd="/project")
-PLACE = Place(line=f"{EVIL}:7", source="loss = model(x)")
-BELOW = Place(line="lib/net.py:3", source="return act(x)")
+PLACE = SourceLine(line=f"{EVIL}:7", source="loss = model(x)")
+BELOW = SourceLine(line="lib/net.py:3", source="return act(x)")
 H200 = Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 * GIB)
 
 
 def explanation() -> Explanation:
     """Return an explanation with a leak, a technique of each basis, and two cards."""
     parts = (
-        Part(kind=Kind.WEIGHTS, size=40 * MIB, module="h.0", place=PLACE),
+        Part(kind=TensorKind.WEIGHTS, size=40 * MIB, module="h.0", place=PLACE),
         *(
             Part(
-                kind=Kind.ACTIVATIONS,
+                kind=TensorKind.ACTIVATIONS,
                 size=30 * MIB,
                 count=2,
                 module=f"h.{block}.act",
@@ -52,7 +52,7 @@ def explanation() -> Explanation:
         ),
     )
     inspected = Inspected(
-        moments=(Moment(phase="backward", peak=100 * MIB, parts=parts, operation="mm"),),
+        moments=(PeakMoment(phase="backward", peak=100 * MIB, parts=parts, operation="mm"),),
         plain=PlainSteps(
             allocated=100 * MIB, reserved=120 * MIB, device=620 * MIB, seconds=(0.1, 0.1)
         ),

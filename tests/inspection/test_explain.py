@@ -20,7 +20,7 @@ from autofit.inspection.techniques import Basis
 from autofit.plan import Plan
 from autofit.printable import printable
 from autofit.view import explanation as view
-from autofit.worker.records.inspection import Kind
+from autofit.worker.records.inspection import TensorKind
 from tests.inspection import by_hand
 from tests.inspection.conftest import MODEL, WIDTH
 
@@ -47,20 +47,20 @@ def found(leaking: Path) -> Explanation:
 def test_the_sum_by_kind_is_the_measured_peak(found: Explanation) -> None:
     assert sum(part.size for part in found.peak.parts) == found.peak.peak
     sizes = found.by_kind
-    assert sizes[Kind.WEIGHTS] == 4 * PARAMETERS
-    assert sizes[Kind.OPTIMIZER_STATE] == pytest.approx(8 * PARAMETERS, abs=100)
+    assert sizes[TensorKind.WEIGHTS] == 4 * PARAMETERS
+    assert sizes[TensorKind.OPTIMIZER_STATE] == pytest.approx(8 * PARAMETERS, abs=100)
     activations = 4 * 64 * (2 * WIDTH + 2 * 32) * 4
-    assert 0.3 * activations < sizes[Kind.ACTIVATIONS] < 1.2 * activations
+    assert 0.3 * activations < sizes[TensorKind.ACTIVATIONS] < 1.2 * activations
 
 
 @pytest.mark.quick
 def test_each_part_has_a_module_and_a_line(found: Explanation) -> None:
-    activations = [part for part in found.parts if part.kind is Kind.ACTIVATIONS]
+    activations = [part for part in found.parts if part.kind is TensorKind.ACTIVATIONS]
     assert {part.module.split(".")[0] for part in activations} >= {"0", "1", "2", "3"}
     line = "loss = (model(x) - x).square().mean()"
     sources = {part.place.source for part in activations if part.place}
     assert sources <= {line, "return x + self.down(torch.relu(self.up(x)))"}
-    weights = next(part for part in found.parts if part.kind is Kind.WEIGHTS)
+    weights = next(part for part in found.parts if part.kind is TensorKind.WEIGHTS)
     assert weights.place is not None
     assert weights.place.line.startswith("train.py:")
 

@@ -16,11 +16,11 @@ from autofit.exceptions import UsageError
 from autofit.facts import Facts
 from autofit.inspection.card_fits import CardFits
 from autofit.inspection.cards import MODELS, model_named, models_named
-from autofit.inspection.launches import Outcome
+from autofit.inspection.launches import LaunchOutcome
 from autofit.inspection.roofline import relative_time
 from autofit.plan import Plan
 from autofit.view import fitting as view
-from autofit.worker.records.inspection import Inspected, Kind, Moment, Part, Work
+from autofit.worker.records.inspection import Inspected, Part, PeakMoment, TensorKind, Work
 from tests.inspection import by_hand
 from tests.inspection.test_prediction import FACTS, timeline
 
@@ -107,12 +107,12 @@ def test_a_script_for_a_gpu_runs_without_one(train: Path) -> None:
     assert not found.stopped
     parameters = LAYERS * (3 * WIDTH**2 + 2 * WIDTH) + 4 * WIDTH + 4
     kinds = found.by_kind
-    assert kinds[Kind.WEIGHTS] == pytest.approx(4 * parameters, rel=0.001)
-    assert kinds[Kind.OPTIMIZER_STATE] == pytest.approx(8 * parameters, rel=0.001)
-    assert kinds[Kind.OTHER] >= 4 * parameters, "the average of the weights"
+    assert kinds[TensorKind.WEIGHTS] == pytest.approx(4 * parameters, rel=0.001)
+    assert kinds[TensorKind.OPTIMIZER_STATE] == pytest.approx(8 * parameters, rel=0.001)
+    assert kinds[TensorKind.OTHER] >= 4 * parameters, "the average of the weights"
     plain = found.inspected.plain
     assert plain is not None
-    assert plain.device - plain.reserved == kinds[Kind.CONTEXT]
+    assert plain.device - plain.reserved == kinds[TensorKind.CONTEXT]
     assert plain.reserved % (2 << 20) == 0
     assert found.inspected.tries_kernels
     (decides,) = [each for each in found.guesses if each.decides]
@@ -215,12 +215,12 @@ def test_a_card_gets_the_least_change_and_the_fastest_that_fit() -> None:
     )
     peaks = tuple(unit * each for each in small_step.peaks)
     step = replace(small_step, lives=lives, lowered=lowered, peaks=peaks)
-    moment = Moment(
-        phase="backward", peak=max(peaks), parts=(Part(kind=Kind.OTHER, size=max(peaks)),)
+    moment = PeakMoment(
+        phase="backward", peak=max(peaks), parts=(Part(kind=TensorKind.OTHER, size=max(peaks)),)
     )
     work = Work(products=1e14, half_products=0.0, traffic=1e11, launches=1000)
     inspected = Inspected(moments=(moment,), plain=None, timeline=step, work=work, steps=1)
-    fits = CardFits(Outcome(plan=Plan(), facts=FACTS, inspected=inspected), cuda=False)
+    fits = CardFits(LaunchOutcome(plan=Plan(), facts=FACTS, inspected=inspected), cuda=False)
     large, small = fits.on(model_named("H200")), fits.on(model_named("A100-40GB"))
     assert large.plan is not None
     assert large.plan.plan == large.advised == Plan()
@@ -229,7 +229,8 @@ def test_a_card_gets_the_least_change_and_the_fastest_that_fit() -> None:
     assert len(small.plan.plan.changes) == 1
     assert small.advised == small.fastest[0]
     tiny = fits.on(model_named("T4"), budget=1 << 30)
-    assert tiny.plan is tiny.advised is None
+    assert tiny.plan is None
+    assert tiny.advised is None
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ from autofit.facts import Facts, RootFacts
 from autofit.inspection.launches import Target, inspect
 from autofit.inspection.prediction import Predictor, predictable
 from autofit.plan import Plan
-from autofit.worker.records.inspection import Inspection, Kind, Life, Timeline
+from autofit.worker.records.inspection import Inspection, Life, TensorKind, Timeline
 from autofit.worker.records.trials import Script
 
 LAST = 9
@@ -36,14 +36,14 @@ def life(size: int, start: int, end: int, **changed: Any) -> Life:
 
 
 LIVES = (
-    life(100, 0, LAST, kind=Kind.WEIGHTS),
-    life(200, 0, LAST, kind=Kind.OPTIMIZER_STATE, quantized=True),
+    life(100, 0, LAST, kind=TensorKind.WEIGHTS),
+    life(200, 0, LAST, kind=TensorKind.OPTIMIZER_STATE, quantized=True),
     life(60, 0, 5, block=0),
     life(10, 0, 5, block=0, of_block=True),
     life(60, 1, 4, block=1),
     life(10, 1, 4, block=1, of_block=True),
-    life(5, 4, 7, kind=Kind.GRADIENTS),
-    life(5, 5, 7, kind=Kind.GRADIENTS),
+    life(5, 4, 7, kind=TensorKind.GRADIENTS),
+    life(5, 5, 7, kind=TensorKind.GRADIENTS),
     life(40, 8, 8),
 )
 FACTS = Facts(

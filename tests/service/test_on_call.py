@@ -114,13 +114,13 @@ def _fill(queue: Queue, count: int) -> None:
     """Queue searches of one user, in one transaction."""
     from datetime import UTC, datetime
 
-    from autofit.storage.models import Search
+    from autofit.storage.models import SearchRow
 
     first = queue.submit("alice", Submission(script=("a.py",), upload="aa"))
     with queue._store.writing() as session:
         for number in range(count):
             submission = Submission(script=(f"{number}.py",), upload="aa")
-            row = Search(user="alice", state="queued", submission=submission)
+            row = SearchRow(user="alice", state="queued", submission=submission)
             row.subject, row.gpus, row.priority = submission.subject, 1, 0
             row.attempts, row.created = 0, datetime.now(UTC)
             session.add(row)

@@ -26,7 +26,7 @@ from autofit.storage import (
     script_path,
 )
 from autofit.storage.convert import to_json
-from autofit.storage.models import Event, Study
+from autofit.storage.models import EventRow, StudyRow
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records.traces import Trace, TracedStep
 from autofit.worker.records.trials import Script, TrialReport, Verdict
@@ -56,7 +56,7 @@ def test_a_study_of_before_the_link_was_read_goes_on(
     with Store(location) as store:
         study = opening(store)
         with store.writing() as session:
-            row = session.get_one(Study, study.id)
+            row = session.get_one(StudyRow, study.id)
             plain = to_json(row.hardware)
             row.hardware = {name: x for name, x in plain.items() if name != "link"}  # type: ignore[assignment]
         assert store.study(study.id).hardware == hardware
@@ -359,8 +359,8 @@ def test_a_discovery_replaces_an_earlier_one_of_its_name(store: Store) -> None:
 def test_a_failure_inside_a_transaction_leaves_nothing(store: Store, study: StudyRecord) -> None:
     def break_a_rule() -> None:
         with store.writing() as session:
-            session.get_one(Study, study.id).budget = 1
-            session.add(Event(kind=None, payload={}, versions={}))
+            session.get_one(StudyRow, study.id).budget = 1
+            session.add(EventRow(kind=None, payload={}, versions={}))
 
     with pytest.raises(StorageError, match=r"(?i)cannot be used: .*not.null constraint"):
         break_a_rule()

@@ -69,15 +69,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What has left the device."""
     found: list[torch.Tensor] = []
-    plain = saved_tensors.BlockingTransfer.to_host
+    plain = saved_tensors._BlockingTransfer.to_host
 
     def to_host(
-        transfer: saved_tensors.BlockingTransfer, source: torch.Tensor
+        transfer: saved_tensors._BlockingTransfer, source: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
         found.append(source)
         return plain(transfer, source)
 
-    monkeypatch.setattr(saved_tensors.BlockingTransfer, "to_host", to_host)
+    monkeypatch.setattr(saved_tensors._BlockingTransfer, "to_host", to_host)
     return found
 
 

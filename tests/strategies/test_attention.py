@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts, get
-from autofit.strategies.attention.kernels import PREFIX, First
+from autofit.strategies.attention.kernels import PREFIX, FirstForward
 from autofit.worker import meter
 from autofit.worker.harness.session import script_facts as learn
 from autofit.worker.harness.verification.plan_check import prove
@@ -128,7 +128,7 @@ def test_the_kernel_is_preferred_and_looked_for(rooted: Rooted) -> None:
     with pytest.raises(Refused, match="none of torch's attention kernels"):
         rooted(nn.Linear(2, 2), attention="flash").call((torch.ones(1, 2),), {})
     with pytest.raises(Refused, match="flash does not support this model's attention: it runs eff"):
-        First(module)._judge({f"{PREFIX}efficient_attention": torch.bfloat16})
+        FirstForward(module)._judge({f"{PREFIX}efficient_attention": torch.bfloat16})
 
 
 def test_a_kernel_that_the_script_has_switched_off_stays_off(rooted: Rooted) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
-from autofit.space.pairs import Pair, pairs
+from autofit.space.pairs import LevelPair, pairs
 from autofit.strategies import REGISTRY, Fidelity, compile, get, loss
 from autofit.strategies.activation_offload import saved_tensors
 from autofit.strategies.optimizer_offload import host_steps
@@ -38,11 +38,11 @@ ROUNDING = 0.3
 MAKES: tuple[Callable[[torch.Tensor], Case], ...] = (loss_outside, padded)
 
 
-def _called(pair: Pair) -> str:
+def _called(pair: LevelPair) -> str:
     return "+".join("-".join(each) for each in (pair.one, pair.other))
 
 
-def _param(pair: Pair) -> Any:
+def _param(pair: LevelPair) -> Any:
     """Return a pair for a test; what compiles takes seconds each time."""
     sized = any(get(name).sized for name, _ in (pair.one, pair.other))
     quick = not sized and zlib.crc32(_called(pair).encode()) % 12 == 0
@@ -77,7 +77,7 @@ def flat(module: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: str(make.__name__))
 @pytest.mark.parametrize("pair", [_param(pair) for pair in pairs()])
 def test_two_levels_stand_together_or_are_refused(
-    pair: Pair, make: Callable[[torch.Tensor], Case], monkeypatch: pytest.MonkeyPatch
+    pair: LevelPair, make: Callable[[torch.Tensor], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if pair.reason is not None:
         assert is_a_line(pair.reason)

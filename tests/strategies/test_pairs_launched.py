@@ -16,7 +16,7 @@ import pytest
 
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
-from autofit.space.pairs import Pair, pairs
+from autofit.space.pairs import LevelPair, pairs
 from autofit.strategies import Facts, Strategy
 from autofit.strategies.compile import Compile
 from autofit.worker import meter
@@ -75,7 +75,7 @@ def test_a_pair_runs_or_is_refused_with_its_reason(
     assert any(plan["compile"] == "regional" for plan in measured)
 
 
-def chosen(device: str) -> list[Pair]:
+def chosen(device: str) -> list[LevelPair]:
     """Return the pairs that are launched: the same each time, whatever joins the catalogue."""
     named = {"+".join((*pair.one, *pair.other)): pair for pair in pairs()}
     part = [p for name, p in named.items() if zlib.crc32(name.encode()) % ONE_IN[device] == 0]
@@ -83,7 +83,7 @@ def chosen(device: str) -> list[Pair]:
     return [*dict.fromkeys([*part, *(named[name] for name in compiled)])]
 
 
-def plan_of(pair: Pair) -> Plan:
+def plan_of(pair: LevelPair) -> Plan:
     """Return the plan of a pair, with numbers in place of ``auto``."""
     return pair.plan.sized(4, "2")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from autofit.analysis.candidates import Launch
+from autofit.analysis.candidates import AskingLaunch
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Facts, Fidelity, Hardware
@@ -83,7 +83,7 @@ def _searched(history: History, model: Simulated, proposer: Proposer, most: int)
         fresh = fresh and report.verdict is OOM
         goes_on = report.verdict is Verdict.MEASURED or (facts.called and report.verdict is OOM)
         fixed = plan.fixed if goes_on else None
-        plan = proposer.next(Launch(fixed, fresh)) if fixed is not None else None
+        plan = proposer.next(AskingLaunch(fixed, fresh)) if fixed is not None else None
         if plan is None:
             plan, fixed = proposer.next(), None
         assert launches < 30

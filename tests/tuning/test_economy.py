@@ -19,7 +19,7 @@ import optuna
 import pytest
 
 from autofit.analysis.acquisition import START_SECONDS, SWITCH_SECONDS, Situation, choose
-from autofit.analysis.candidates import Launch, SearchState, within_reach
+from autofit.analysis.candidates import AskingLaunch, SearchState, within_reach
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import Space, space
@@ -351,7 +351,7 @@ def start(levels: Space, work: Work, budget: int, trials: Sequence[TrialRecord])
         space=levels, finished=tuple(trials), facts=work.facts, budget=budget, cuda=True
     )
     starts = FixedStarts(state)
-    return starts.due(Launch(trials[-1].plan.fixed))[0] or starts.due(None)[0]
+    return starts.due(AskingLaunch(trials[-1].plan.fixed))[0] or starts.due(None)[0]
 
 
 def by_model(work: Work, budget: int) -> Pick:

@@ -10,7 +10,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.analysis.candidates import Launch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchState
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.space.catalogue import Space
@@ -186,7 +186,7 @@ def test_a_plan_that_needs_a_new_launch_waits_for_it() -> None:
     space = Space(levels=(("optimizer", ("as_is", "lion")),))
     suggestions = Suggestions("random")
     state = among(running=[Plan()], space=space)
-    assert suggestions.next(state, Launch()) is None, "lion must be there from the start"
+    assert suggestions.next(state, AskingLaunch()) is None, "lion must be there from the start"
     assert suggestions.has_plan(state)
     assert suggestions.next(state) == Plan.of({"optimizer": "lion"})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.analysis.candidates import Launch
+from autofit.analysis.candidates import AskingLaunch
 from autofit.analysis.verdicts import best_plan
 from autofit.plan import Plan
 from autofit.storage import Owner, Purpose, Store, StudyKey, TrialRecord
@@ -114,7 +114,7 @@ def again(history: History, trial: TrialRecord, found: Measurement, *, checked: 
 def test_what_an_expert_would_try_comes_first_and_once(history: History) -> None:
     """A second card measures another plan meanwhile."""
     proposer = Proposer(history, GPU)
-    for launch in (None, Launch(), Launch(fresh=True)):
+    for launch in (None, AskingLaunch(), AskingLaunch(fresh=True)):
         assert proposer.next(launch) == EXPERT
     begun(history, EXPERT)
     second = proposer.next()
@@ -139,9 +139,9 @@ def test_where_the_experts_plan_is_refused_the_next_has_the_rest_of_it(history: 
     proposer, plan = Proposer(history, GPU), EXPERT.replace(loss="chunked")
     refuse(history, plan, "precision")
     tf32 = plan.replace(precision="tf32")
-    assert proposer.next(Launch()) == tf32
+    assert proposer.next(AskingLaunch()) == tf32
     refuse(history, tf32, "precision")
-    assert proposer.next(Launch()) == plan.replace(precision=AS_IS)
+    assert proposer.next(AskingLaunch()) == plan.replace(precision=AS_IS)
 
 
 @pytest.mark.parametrize(("classes", "loss"), [(152_000, "chunked"), (32_000, AS_IS)])
@@ -150,7 +150,7 @@ def test_the_expert_keeps_no_logits_that_are_half_of_the_activations(
 ) -> None:
     facts = Facts(roots=(replace(ROOT, classes=classes),), optimizers=("AdamW",))
     history.study = replace(history.study, facts=facts)
-    assert Proposer(history, GPU).next(Launch()) == EXPERT.replace(loss=loss)
+    assert Proposer(history, GPU).next(AskingLaunch()) == EXPERT.replace(loss=loss)
 
 
 def test_a_whole_model_is_not_compiled_where_its_blocks_were_refused(history: History) -> None:
@@ -164,7 +164,7 @@ def test_then_the_same_compiled_if_that_pays(
     history: History, measurement: Callable[..., Measurement], seconds: float, compiles: bool
 ) -> None:
     probed(history, EXPERT, measurement(16, seconds, 5 * GIB))
-    assert (Proposer(history, GPU).next(Launch()) == COMPILED) is compiles
+    assert (Proposer(history, GPU).next(AskingLaunch()) == COMPILED) is compiles
 
 
 def test_cuda_graphs_are_tried_where_launching_kernels_takes_the_time(
@@ -175,7 +175,7 @@ def test_cuda_graphs_are_tried_where_launching_kernels_takes_the_time(
     facts = Facts(roots=(deep,), optimizers=("AdamW",))
     history.study = replace(history.study, facts=facts)
     proposer, plans = Proposer(history, GPU), list[Plan]()
-    while (plan := proposer.next(Launch())) is not None:
+    while (plan := proposer.next(AskingLaunch())) is not None:
         plans.append(plan)
         probed(history, plan, measurement(32, 0.02, 2 * GIB))
     assert any(plan["compile"] == "graphs" for plan in plans)
@@ -190,7 +190,7 @@ def test_the_two_fastest_are_measured_by_steps_and_the_winner_is_verified(
     first = probed(history, EXPERT, fast)
     probed(history, third, measurement(32, 2.0, 5 * GIB))
     second = probed(history, COMPILED, slow)
-    proposer, here = Proposer(history, GPU), Launch()
+    proposer, here = Proposer(history, GPU), AskingLaunch()
     stage, trials = proposer.last_stage(here)
     assert stage is Stage.STEPS
     assert [trial.id for trial in trials] == [first.id, second.id]
@@ -228,7 +228,7 @@ def test_a_winner_that_its_check_refuses_gives_way_to_the_next(
     for plan, each in zip((winner, other), found, strict=True):
         again(history, probed(history, plan, each), each, checked=False)
     proposer = Proposer(history, GPU)
-    stage, (trial,) = proposer.last_stage(Launch())
+    stage, (trial,) = proposer.last_stage(AskingLaunch())
     assert stage is Stage.CHECK
     refused = TrialReport(
         index=2,
@@ -240,7 +240,7 @@ def test_a_winner_that_its_check_refuses_gives_way_to_the_next(
     history.amend(trial, refused, 0, checked=True)
     assert history.study.left_out == (("precision", "bf16", "the gradients differ"),)
     assert [each.plan for each in history.now.ranked] == [other]
-    stage, (trial,) = proposer.last_stage(Launch())
+    stage, (trial,) = proposer.last_stage(AskingLaunch())
     assert (stage, trial.plan) == (Stage.CHECK, other)
 
 

@@ -12,7 +12,7 @@ import optuna
 import pytest
 
 from autofit.analysis import acquisition
-from autofit.analysis.candidates import Launch
+from autofit.analysis.candidates import AskingLaunch
 from autofit.exceptions import UsageError, WorkerError
 from autofit.storage import Purpose, State, Store
 from autofit.tuning import local_slots
@@ -148,7 +148,7 @@ def test_a_launch_waits_while_others_may_show_what_comes_next(
     monkeypatch.setattr(acquisition, "worthwhile", acquisition.prospects)
     plain, times = Proposer.next, Counter[bool]()
 
-    def hesitant(proposer: Proposer, launch: Launch | None = None) -> object:
+    def hesitant(proposer: Proposer, launch: AskingLaunch | None = None) -> object:
         times[launch is None] += 1
         if launch is not None and times[False] % 2 and proposer.known()[1]:  # while others run
             return None

@@ -17,7 +17,7 @@ from autofit.worker.cluster.rank_actor import RankActor, RankEnd
 from autofit.worker.launch.child import Message, Tail
 from autofit.worker.launch.reaper import SESSION
 from autofit.worker.meter import VISIBLE
-from autofit.worker.oom.classifier import Kind, classify_exit
+from autofit.worker.oom.classifier import ErrorKind, classify_exit
 from autofit.worker.records.trials import (
     LOST,
     ChildSpec,
@@ -202,8 +202,8 @@ class RemoteRank:
             found = classify_exit(end.returncode, end.output, oom_kills=end.oom_kills)
             name = signal.strsignal(-end.returncode)
             killed = f"killed by signal {-end.returncode} ({name}) on {self._host.name}"
-            if found.kind is Kind.OOM:
-                yield _raised(Kind.OOM.value, f"{killed}: {found.message}")
+            if found.kind is ErrorKind.OOM:
+                yield _raised(ErrorKind.OOM.value, f"{killed}: {found.message}")
             else:
                 yield _raised(LOST, killed)
 

@@ -343,7 +343,7 @@ class _End:
         """Whether its exit code and last lines of output show that memory ran out."""
         last = "\n".join(self.output.splitlines()[-_LAST_LINES:])
         kind = classifier.classify_exit(self.returncode, last, oom_kills=self.oom_kills).kind
-        return kind is classifier.Kind.OOM
+        return kind is classifier.ErrorKind.OOM
 
     def __str__(self) -> str:
         if self.returncode >= 0:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from autofit.exceptions import Refused
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class AttemptOutcome(Generic[T]):
     """What ``attempt`` came to: a value, or the error that prevented it."""
 
     value: T | None = None
@@ -40,7 +40,9 @@ class Outcome(Generic[T]):
         return cast(T, self.value)
 
 
-def attempt(run: Callable[[], T], *, corroborated: Callable[[], bool] | None = None) -> Outcome[T]:
+def attempt(
+    run: Callable[[], T], *, corroborated: Callable[[], bool] | None = None
+) -> AttemptOutcome[T]:
     """Return the outcome of ``run``; raise any error that is not a shortage of memory.
 
     ``corroborated``: asked after an error whether the device is nearly full. A yes makes an error
@@ -51,35 +53,39 @@ def attempt(run: Callable[[], T], *, corroborated: Callable[[], bool] | None = N
     ...     output = model_in_chunks(batch)
     """
     try:
-        return Outcome(run())
+        return AttemptOutcome(run())
     except Exception as error:
         if not is_shortage(error, corroborated):
             raise
         free_frames(error)
         gc.collect()  # what did not fit may hold itself, as a graph with hooks does
-        return Outcome(shortage=error)
+        return AttemptOutcome(shortage=error)
 
 
-def attempt_model(run: Callable[[], T]) -> Outcome[T]:
+def attempt_model(run: Callable[[], T]) -> AttemptOutcome[T]:
     """Return the outcome of ``run``, which calls a model in a way that the model may not support.
 
     Unlike ``attempt``, this also returns errors of the model itself, as ``failure``. It raises
     ``Refused``, and errors that may or may not be a shortage of memory.
     """
     try:
-        return Outcome(run())
+        return AttemptOutcome(run())
     except Refused:
         raise
     except Exception as error:
         kind = classify(error).kind
-        if kind not in (Kind.OOM, Kind.NOT_OOM):
+        if kind not in (ErrorKind.OOM, ErrorKind.NOT_OOM):
             raise
         free_frames(error)
         gc.collect()
-        return Outcome(shortage=error) if kind is Kind.OOM else Outcome(failure=error)
+        return (
+            AttemptOutcome(shortage=error)
+            if kind is ErrorKind.OOM
+            else AttemptOutcome(failure=error)
+        )
 
 
 def is_shortage(error: BaseException, corroborated: Callable[[], bool] | None = None) -> bool:
     """Return whether memory ran out; ``corroborated`` as in ``attempt``."""
     full = corroborated is not None and corroborated()
-    return classify(error, corroborated=full).kind is Kind.OOM
+    return classify(error, corroborated=full).kind is ErrorKind.OOM

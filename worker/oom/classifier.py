@@ -1,6 +1,6 @@
 """Decides whether a failure was caused by a lack of memory. Imports no torch.
 
-There are four answers (``Kind``). An OOM is certain. A suspect is an OOM if another sign of a
+There are four answers (``ErrorKind``). An OOM is certain. A suspect is an OOM if another sign of a
 shortage corroborates it. A poisoned process cannot go on. Everything else is an error. An
 exception's type counts before structured signals, and those before text. ``signatures.py`` has the
 patterns of the text.
@@ -27,11 +27,11 @@ from dataclasses import dataclass, replace
 
 from autofit import host
 from autofit.worker.oom import handled
-from autofit.worker.oom.signatures import FOLLOWERS, SIGNATURES, TRAPS, Kind, Signature
+from autofit.worker.oom.signatures import FOLLOWERS, SIGNATURES, TRAPS, ErrorKind, Signature
 
 __all__ = [
     "Diagnosis",
-    "Kind",
+    "ErrorKind",
     "classify",
     "classify_exit",
     "classify_retries",
@@ -45,7 +45,7 @@ __all__ = [
 class Diagnosis:
     """The kind of a failure, and the signature that decided it."""
 
-    kind: Kind
+    kind: ErrorKind
     signature: str = ""
     """Name of what matched, for reports; empty if nothing matched."""
     requested: int | None = None
@@ -60,10 +60,10 @@ class Diagnosis:
 
     def corroborated(self) -> Diagnosis:
         """Return this diagnosis, but an OOM if it is a suspect."""
-        return replace(self, kind=Kind.OOM) if self.kind is Kind.SUSPECT else self
+        return replace(self, kind=ErrorKind.OOM) if self.kind is ErrorKind.SUSPECT else self
 
 
-NOTHING = Diagnosis(Kind.NOT_OOM)
+NOTHING = Diagnosis(ErrorKind.NOT_OOM)
 
 _MEMORY_ERROR = "builtins.MemoryError"
 _OOM_TYPES = frozenset({"torch.OutOfMemoryError", "ray.exceptions.OutOfMemoryError"})
@@ -78,7 +78,7 @@ _TYPES_WITH_TEXT = frozenset(
 )
 _COMPILERS = ("torch._dynamo.", "torch._inductor.")
 _OF_THE_USER = (KeyboardInterrupt, GeneratorExit)
-_SEVERITY = (Kind.POISONED, Kind.OOM, Kind.SUSPECT)
+_SEVERITY = (ErrorKind.POISONED, ErrorKind.OOM, ErrorKind.SUSPECT)
 
 
 # --- exceptions -------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class _Linked:
 def _counted(each: _Linked) -> Diagnosis | None:
     """Return the diagnosis of one exception; ``None`` if it is not why the outermost was raised."""
     found = _classify_one(each.error, each.compiling)
-    if found.kind in (Kind.OOM, Kind.SUSPECT):
+    if found.kind in (ErrorKind.OOM, ErrorKind.SUSPECT):
         return found if all(itertools.starmap(handled.because, each.contexts)) else None
     return found
 
@@ -158,14 +158,16 @@ def _classify_one(error: BaseException, compiling: bool) -> Diagnosis:
     prefix, _, message = text.partition(": ")
     found = _search(text)
     found = replace(found, message=found.message.removeprefix(f"{prefix}: "))
-    if of_memory and found.kind is not Kind.OOM:
+    if of_memory and found.kind is not ErrorKind.OOM:
         certain = names & _OOM_TYPES or handled.raised_in_python(error) is False
-        kind = Kind.OOM if certain else Kind.SUSPECT
+        kind = ErrorKind.OOM if certain else ErrorKind.SUSPECT
         found = Diagnosis(kind, min(of_memory), _requested(message), _line(message))
     elif isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        found = Diagnosis(Kind.OOM, "operating system", None, _line(message))
-    if compiling and found.kind is Kind.OOM:
-        return replace(found, kind=Kind.SUSPECT, signature=f"{found.signature}, while compiling")
+        found = Diagnosis(ErrorKind.OOM, "operating system", None, _line(message))
+    if compiling and found.kind is ErrorKind.OOM:
+        return replace(
+            found, kind=ErrorKind.SUSPECT, signature=f"{found.signature}, while compiling"
+        )
     return found
 
 
@@ -282,16 +284,18 @@ def classify_exit(returncode: int, output: str = "", *, oom_kills: int = 0) -> D
         return NOTHING
     found = classify_text(output)
     killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    if found.kind is not Kind.NOT_OOM:
+    if found.kind is not ErrorKind.NOT_OOM:
         return found.corroborated() if killed or oom_kills > 0 else found
     if killed and oom_kills > 0:
         return Diagnosis(
-            Kind.OOM, "killed by the kernel", None, "killed by the kernel for lack of memory"
+            ErrorKind.OOM, "killed by the kernel", None, "killed by the kernel for lack of memory"
         )
     if killed:
-        return Diagnosis(Kind.SUSPECT, "signal 9", None, "killed by signal 9 (SIGKILL)")
+        return Diagnosis(ErrorKind.SUSPECT, "signal 9", None, "killed by signal 9 (SIGKILL)")
     if oom_kills > 0:
-        return Diagnosis(Kind.SUSPECT, "oom_kill", None, "the kernel killed a process of its group")
+        return Diagnosis(
+            ErrorKind.SUSPECT, "oom_kill", None, "the kernel killed a process of its group"
+        )
     return found
 
 
@@ -322,7 +326,9 @@ def classify_retries(retries: Sequence[int]) -> Diagnosis:
     ``retries``: ``Meter.retries()`` after each step, oldest first.
     """
     if pressed(later > earlier for earlier, later in itertools.pairwise(retries)):
-        return Diagnosis(Kind.SUSPECT, "allocator retries", None, "the allocator keeps retrying")
+        return Diagnosis(
+            ErrorKind.SUSPECT, "allocator retries", None, "the allocator keeps retrying"
+        )
     return NOTHING
 
 

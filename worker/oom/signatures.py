@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ErrorKind(StrEnum):
     """Kind of a failure; the values are those of ``Raised.kind``."""
 
     OOM = "oom"
@@ -29,25 +29,27 @@ class Kind(StrEnum):
 class Signature:
     """A message by which a kind of failure is recognised."""
 
-    kind: Kind
+    kind: ErrorKind
     name: str
     """Name for reports."""
     pattern: re.Pattern[str]
 
     @classmethod
-    def of(cls, kind: Kind, name: str, pattern: str) -> Signature:
+    def of(cls, kind: ErrorKind, name: str, pattern: str) -> Signature:
         """Return the row with ``pattern`` compiled; a dot also matches a line end."""
         return cls(kind, name, re.compile(pattern, re.DOTALL))
 
 
 TRAPS = (
-    Signature.of(Kind.NOT_OOM, "an impossible size", r"Tried to allocate more than 1EB memory"),
+    Signature.of(
+        ErrorKind.NOT_OOM, "an impossible size", r"Tried to allocate more than 1EB memory"
+    ),
 )
 """Checked first: they have an OOM's type or text but are bugs."""
 
 FOLLOWERS = (
     Signature.of(
-        Kind.NOT_OOM,
+        ErrorKind.NOT_OOM,
         "another rank failed",
         r"Watchdog caught collective operation timeout|\bChildFailedError\b"
         r"|Connection (?:closed|reset) by (?:remote )?peer|ncclRemoteError|\bBroken pipe\b"
@@ -150,9 +152,9 @@ _SUSPECT = (
 SIGNATURES = tuple(
     Signature.of(kind, name, pattern)
     for kind, rows in (
-        (Kind.POISONED, _POISONED),
-        (Kind.OOM, _CERTAIN),
-        (Kind.SUSPECT, _SUSPECT),
+        (ErrorKind.POISONED, _POISONED),
+        (ErrorKind.OOM, _CERTAIN),
+        (ErrorKind.SUSPECT, _SUSPECT),
     )
     for name, pattern in rows
 )

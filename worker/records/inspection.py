@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from autofit.worker.records.places import Place
+from autofit.worker.records.places import SourceLine
 
 
-class Kind(StrEnum):
+class TensorKind(StrEnum):
     """What memory is used for."""
 
     WEIGHTS = "weights"
@@ -53,16 +53,16 @@ class Inspection:
 class Part:
     """Tensors of one kind that one line of code made in one module."""
 
-    kind: Kind
+    kind: TensorKind
     size: int
     """Bytes."""
     count: int = 1
     """Number of tensors."""
     module: str = ""
     """Path of the module, such as ``"encoder.layers.3"``; empty outside the model."""
-    place: Place | None = None
+    place: SourceLine | None = None
     """The line of the user's own code that made them, if known."""
-    library: Place | None = None
+    library: SourceLine | None = None
     """The innermost line of a package that ran below it, torch left out, if one did."""
     operation: str = ""
     """The operation of torch that made the largest of them."""
@@ -82,8 +82,8 @@ class Life(NamedTuple):
     wanted: int
     """The first operation of backward that reads it; beyond the step if none does."""
     kind: str
-    """``Kind.WEIGHTS``, ``GRADIENTS``, ``OPTIMIZER_STATE``, or ``OTHER`` if it is from before this
-    step; empty for tensors of the step itself."""
+    """``TensorKind.WEIGHTS``, ``GRADIENTS``, ``OPTIMIZER_STATE``, or ``OTHER`` if it is from before
+    this step; empty for tensors of the step itself."""
     block: int
     """Index of the repeated block whose forward made it, and -1 outside all blocks."""
     of_block: bool
@@ -116,7 +116,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class PeakMoment:
     """The peak of one phase of a step."""
 
     phase: str
@@ -128,7 +128,7 @@ class Moment:
     operation: str = ""
     """The operation that was running."""
 
-    def of(self, *kinds: Kind) -> int:
+    def of(self, *kinds: TensorKind) -> int:
         """Return the bytes of some kinds."""
         return sum(part.size for part in self.parts if part.kind in kinds)
 
@@ -141,14 +141,14 @@ class Growth:
     """Bytes a step."""
     count: int
     """Tensors a step; 0 if only nodes of a graph are left."""
-    made: Place | None
+    made: SourceLine | None
     """The line of the user's code that makes them."""
     operation: str
     module: str = ""
     """The module that makes them; empty outside the model."""
     holder: str = ""
     """What keeps them: ``"the list losses"``; empty if unknown."""
-    held_at: Place | None = None
+    held_at: SourceLine | None = None
     """The line that puts them there, if it was found."""
 
 
@@ -183,7 +183,7 @@ class Work:
 class Guess:
     """A line that reads numbers which a fake GPU does not know."""
 
-    place: Place | None
+    place: SourceLine | None
     """The line of the user's own code, if known."""
     count: int
     """How often it did."""
@@ -195,7 +195,7 @@ class Guess:
 class Inspected:
     """The result of an inspection."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[PeakMoment, ...]
     """One for each phase, the highest peak first."""
     plain: PlainSteps | None
     """``None`` if the script ended, or memory ran out, before those steps."""

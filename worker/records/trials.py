@@ -16,7 +16,7 @@ from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.records import medians
 from autofit.worker.records.inspection import Growth, Inspected, Inspection
 from autofit.worker.records.phases import Seconds
-from autofit.worker.records.places import Place
+from autofit.worker.records.places import SourceLine
 from autofit.worker.records.traces import Trace
 
 PROBE_SPREAD = 0.05
@@ -90,7 +90,7 @@ class OutOfMemory:
     micro_batch: int | None = None
     checkpointing: str | None = None
     """The level of ``checkpointing``, for a plan that was being measured."""
-    place: Place | None = None
+    place: SourceLine | None = None
     """The deepest line of the script's own code, for an error that ended the script."""
     held: int | None = None
     """Bytes that tensors held when that error left the script."""
@@ -383,7 +383,7 @@ class Raised:
     """Whether an allocation was refused in this step, so that a suspect counts as an OOM."""
     steps: int = 0
     """Optimizer steps taken."""
-    place: Place | None = None
+    place: SourceLine | None = None
     """The deepest line of the script's own code in the traceback."""
     held: int | None = None
     """Bytes that tensors held when it left the script."""

@@ -124,7 +124,7 @@ def test_a_refusal_is_torchs_own_error_and_the_process_goes_on(run: Run) -> None
 def test_hundreds_of_refusals_at_random_points_crash_nothing(run: Run) -> None:
     output = run("""
         import random, torch
-        from autofit.worker.oom.classifier import Kind, classify
+        from autofit.worker.oom.classifier import ErrorKind, classify
         random.seed(0)
         linear = torch.nn.Linear(512, 512)
         half = torch.nn.Linear(512, 512).bfloat16()
@@ -149,7 +149,7 @@ def test_hundreds_of_refusals_at_random_points_crash_nothing(run: Run) -> None:
             try:
                 step()
             except RuntimeError as error:
-                assert classify(error).kind is Kind.OOM, error
+                assert classify(error).kind is ErrorKind.OOM, error
                 failed += 1
         meter.set_cap(None)
         step()

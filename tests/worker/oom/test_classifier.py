@@ -19,7 +19,7 @@ import pytest
 from autofit.worker import meter
 from autofit.worker.oom.classifier import (
     Diagnosis,
-    Kind,
+    ErrorKind,
     classify,
     classify_exit,
     classify_retries,
@@ -150,46 +150,48 @@ TRAP = [
 
 @pytest.mark.parametrize("text", CERTAIN)
 def test_certain(text: str) -> None:
-    assert classify(RuntimeError(text)).kind is Kind.OOM
-    assert classify_text(f"Traceback ...\nRuntimeError: {text}\n").kind is Kind.OOM
-    assert classify_exit(1, f"RuntimeError: {text}\n").kind is Kind.OOM
+    assert classify(RuntimeError(text)).kind is ErrorKind.OOM
+    assert classify_text(f"Traceback ...\nRuntimeError: {text}\n").kind is ErrorKind.OOM
+    assert classify_exit(1, f"RuntimeError: {text}\n").kind is ErrorKind.OOM
 
 
 @pytest.mark.parametrize("text", SUSPECT)
 def test_a_suspect_needs_corroboration(text: str) -> None:
-    assert classify(RuntimeError(text)).kind is Kind.SUSPECT
-    assert classify(RuntimeError(text), corroborated=True).kind is Kind.OOM
+    assert classify(RuntimeError(text)).kind is ErrorKind.SUSPECT
+    assert classify(RuntimeError(text), corroborated=True).kind is ErrorKind.OOM
 
 
 @pytest.mark.parametrize("text", SUSPECT_PROCESS)
 def test_a_process_that_says_something_suspect(text: str) -> None:
-    assert classify_exit(1, text).kind is Kind.SUSPECT
-    assert classify_exit(1, text, oom_kills=1).kind is Kind.OOM
-    assert classify_exit(137, text).kind is Kind.OOM
-    assert classify_exit(0, text).kind is Kind.NOT_OOM  # noise at the end of a good run
+    assert classify_exit(1, text).kind is ErrorKind.SUSPECT
+    assert classify_exit(1, text, oom_kills=1).kind is ErrorKind.OOM
+    assert classify_exit(137, text).kind is ErrorKind.OOM
+    assert classify_exit(0, text).kind is ErrorKind.NOT_OOM  # noise at the end of a good run
 
 
 @pytest.mark.parametrize("text", POISONED)
 def test_poisoned(text: str) -> None:
-    assert classify(RuntimeError(text), corroborated=True).kind is Kind.POISONED
-    assert classify_exit(1, text, oom_kills=1).kind is Kind.POISONED
+    assert classify(RuntimeError(text), corroborated=True).kind is ErrorKind.POISONED
+    assert classify_exit(1, text, oom_kills=1).kind is ErrorKind.POISONED
 
 
 @pytest.mark.parametrize("text", SHOWN)
 def test_the_type_in_another_processs_words(text: str) -> None:
-    assert classify_text(f"Traceback (most recent call last):\n  File\n{text}\n").kind is Kind.OOM
+    assert (
+        classify_text(f"Traceback (most recent call last):\n  File\n{text}\n").kind is ErrorKind.OOM
+    )
 
 
 def test_a_type_that_is_only_named() -> None:
     for text in ("see torch.OutOfMemoryError for more", "a MemoryError is no reason to panic"):
-        assert classify(RuntimeError(text)).kind is Kind.NOT_OOM
-        assert classify_text(text).kind is Kind.NOT_OOM
+        assert classify(RuntimeError(text)).kind is ErrorKind.NOT_OOM
+        assert classify_text(text).kind is ErrorKind.NOT_OOM
 
 
 @pytest.mark.parametrize("text", TRAP)
 def test_a_trap(text: str) -> None:
-    assert classify(RuntimeError(text), corroborated=True) == Diagnosis(Kind.NOT_OOM)
-    assert classify_text(text).kind is Kind.NOT_OOM
+    assert classify(RuntimeError(text), corroborated=True) == Diagnosis(ErrorKind.NOT_OOM)
+    assert classify_text(text).kind is ErrorKind.NOT_OOM
 
 
 def test_every_row_of_the_table_has_a_case() -> None:
@@ -213,8 +215,8 @@ def _ray_oom(text: str) -> BaseException:
 
 @pytest.mark.parametrize("make", [_torch_oom, _ray_oom])
 def test_the_type_is_enough(make: Callable[[str], BaseException]) -> None:
-    assert classify(make("whatever it says")).kind is Kind.OOM
-    assert classify(make("")).kind is Kind.OOM
+    assert classify(make("whatever it says")).kind is ErrorKind.OOM
+    assert classify(make("")).kind is ErrorKind.OOM
 
 
 def test_a_memory_error_in_the_scripts_own_words_is_a_suspect() -> None:
@@ -223,15 +225,15 @@ def test_a_memory_error_in_the_scripts_own_words_is_a_suspect() -> None:
 
     for error in (MemoryError("my own cache"), Full("my own cache"), Full()):
         raised = _caught("raise error", error=error)
-        assert classify(raised).kind is Kind.SUSPECT
-        assert classify(raised, corroborated=True).kind is Kind.OOM
+        assert classify(raised).kind is ErrorKind.SUSPECT
+        assert classify(raised, corroborated=True).kind is ErrorKind.OOM
     for wordless in (MemoryError(), _caught("raise MemoryError")):
-        assert classify(wordless).kind is Kind.OOM
+        assert classify(wordless).kind is ErrorKind.OOM
     said = _caught("raise MemoryError('Unable to allocate 7.45 GiB for an array')")
-    assert classify(said).kind is Kind.OOM
+    assert classify(said).kind is ErrorKind.OOM
     future = asyncio.Future[None](loop=asyncio.new_event_loop())  # C code that raises what it has
     future.set_exception(MemoryError("malloc of size 64 failed"))
-    assert classify(_caught("future.result()", future=future)).kind is Kind.OOM
+    assert classify(_caught("future.result()", future=future)).kind is ErrorKind.OOM
     future.get_loop().close()
 
 
@@ -242,19 +244,21 @@ def test_torch_has_one_type_of_two_names() -> None:
 
 def test_a_size_that_cannot_be_meant_is_a_trap_although_the_type_is_right() -> None:
     error = _torch_oom("CUDA out of memory. Tried to allocate more than 1EB memory.")
-    assert classify(error).kind is Kind.NOT_OOM
+    assert classify(error).kind is ErrorKind.NOT_OOM
 
 
 def test_a_system_call_without_memory() -> None:
-    assert classify(OSError(errno.ENOMEM, "Cannot allocate memory")).kind is Kind.OOM
-    assert classify(OSError(errno.ENOENT, "No such file")).kind is Kind.NOT_OOM
+    assert classify(OSError(errno.ENOMEM, "Cannot allocate memory")).kind is ErrorKind.OOM
+    assert classify(OSError(errno.ENOENT, "No such file")).kind is ErrorKind.NOT_OOM
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, AssertionError, Exception])
 def test_no_allocator_raises_such_a_type(kind: type[Exception]) -> None:
-    assert classify(kind("CUDA out of memory. Tried to allocate 2.00 GiB")).kind is Kind.NOT_OOM
+    assert (
+        classify(kind("CUDA out of memory. Tried to allocate 2.00 GiB")).kind is ErrorKind.NOT_OOM
+    )
     said = classify_text(f"{kind.__name__}: CUDA out of memory. Tried to allocate 2.00 GiB")
-    assert said.kind is Kind.NOT_OOM
+    assert said.kind is ErrorKind.NOT_OOM
 
 
 def test_a_message_that_cannot_be_read_is_no_oom() -> None:
@@ -262,7 +266,7 @@ def test_a_message_that_cannot_be_read_is_no_oom() -> None:
         def __str__(self) -> str:
             raise ZeroDivisionError
 
-    assert classify(Broken()).kind is Kind.NOT_OOM
+    assert classify(Broken()).kind is ErrorKind.NOT_OOM
 
 
 # --- chains -----------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def _caught(program: str, **names: object) -> BaseException:
 
 def test_a_cause() -> None:
     error = _caught("raise ValueError('training failed') from MemoryError()")
-    assert classify(error).kind is Kind.OOM
+    assert classify(error).kind is ErrorKind.OOM
 
 
 HANDLED = """
@@ -313,32 +317,32 @@ def train():
     ("handler", "kind"),
     [
         # Raised because of it: a wrapper that does without ``from``.
-        ('raise ValueError("bad batch")', Kind.SUSPECT),
-        ('raise RuntimeError("step 3 failed")', Kind.SUSPECT),
-        ('raise ValueError("lost").with_traceback(error.__traceback__)', Kind.SUSPECT),
-        ("report(error)", Kind.SUSPECT),
-        ("raise KeyError(str(error))", Kind.SUSPECT),
-        ("raise SystemExit(1)", Kind.SUSPECT),
-        ("import sys; sys.exit('no memory')", Kind.SUSPECT),
+        ('raise ValueError("bad batch")', ErrorKind.SUSPECT),
+        ('raise RuntimeError("step 3 failed")', ErrorKind.SUSPECT),
+        ('raise ValueError("lost").with_traceback(error.__traceback__)', ErrorKind.SUSPECT),
+        ("report(error)", ErrorKind.SUSPECT),
+        ("raise KeyError(str(error))", ErrorKind.SUSPECT),
+        ("raise SystemExit(1)", ErrorKind.SUSPECT),
+        ("import sys; sys.exit('no memory')", ErrorKind.SUSPECT),
         # Another failure, after the script had dealt with it.
-        ("undefined", Kind.NOT_OOM),
-        ("{}['batch']", Kind.NOT_OOM),
-        ("raise TypeError('a bug')", Kind.NOT_OOM),
-        ("step(4)", Kind.NOT_OOM),
-        ("int('eight')", Kind.NOT_OOM),
-        ("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", Kind.NOT_OOM),
-        ("raise ValueError('bad batch') from None", Kind.NOT_OOM),
-        ("raise ValueError('bad batch') from KeyError()", Kind.NOT_OOM),
-        ("raise SystemExit(0)", Kind.NOT_OOM),
-        ("raise KeyboardInterrupt", Kind.NOT_OOM),
+        ("undefined", ErrorKind.NOT_OOM),
+        ("{}['batch']", ErrorKind.NOT_OOM),
+        ("raise TypeError('a bug')", ErrorKind.NOT_OOM),
+        ("step(4)", ErrorKind.NOT_OOM),
+        ("int('eight')", ErrorKind.NOT_OOM),
+        ("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", ErrorKind.NOT_OOM),
+        ("raise ValueError('bad batch') from None", ErrorKind.NOT_OOM),
+        ("raise ValueError('bad batch') from KeyError()", ErrorKind.NOT_OOM),
+        ("raise SystemExit(0)", ErrorKind.NOT_OOM),
+        ("raise KeyboardInterrupt", ErrorKind.NOT_OOM),
     ],
 )
-def test_an_error_while_an_oom_is_handled(handler: str, kind: Kind) -> None:
+def test_an_error_while_an_oom_is_handled(handler: str, kind: ErrorKind) -> None:
     program = HANDLED.replace("{}\n\n{}", handler + "\n\ntrain()")
     assert classify(_caught(program)).kind is kind
     certain = program.replace('MemoryError("the allocator\'s words")', "MemoryError")
     if "error" not in handler:  # what quotes it needs something to quote
-        expected = Kind.OOM if kind is Kind.SUSPECT else kind
+        expected = ErrorKind.OOM if kind is ErrorKind.SUSPECT else kind
         assert classify(_caught(certain)).kind is expected
 
 
@@ -353,13 +357,13 @@ def test_an_error_while_an_oom_is_handled(handler: str, kind: Kind) -> None:
 def test_a_clean_up_that_fails_hides_no_oom(program: str) -> None:
     """Nobody had handled it: it would have ended the script."""
     defined = HANDLED.replace("{}\n\n{}", "pass\n\n").replace("{failure}", "") + program
-    assert classify(_caught(defined)).kind is Kind.SUSPECT
+    assert classify(_caught(defined)).kind is ErrorKind.SUSPECT
 
 
 def test_an_error_whose_source_cannot_be_read() -> None:
     """It is taken for one that was raised in an ``except`` block."""
     code = "try:\n    raise MemoryError\nfinally:\n    {}"
-    for end, kind in (("raise ValueError", Kind.OOM), ("undefined", Kind.NOT_OOM)):
+    for end, kind in (("raise ValueError", ErrorKind.OOM), ("undefined", ErrorKind.NOT_OOM)):
         with pytest.raises((ValueError, NameError)) as caught:
             exec(compile(code.format(end), "<nowhere>", "exec"), {})
         assert classify(caught.value).kind is kind
@@ -372,60 +376,60 @@ def test_a_poisoned_context_counts_though_the_error_is_another() -> None:
     except RuntimeError:
         undefined
     """)
-    assert classify(error).kind is Kind.POISONED
+    assert classify(error).kind is ErrorKind.POISONED
 
 
 def test_a_group() -> None:
     group = ExceptionGroup("ranks", [KeyError("x"), ExceptionGroup("more", [MemoryError()])])
-    assert classify(group).kind is Kind.OOM
-    assert classify(ExceptionGroup("CUDA out of memory", [KeyError("x")])).kind is Kind.NOT_OOM
+    assert classify(group).kind is ErrorKind.OOM
+    assert classify(ExceptionGroup("CUDA out of memory", [KeyError("x")])).kind is ErrorKind.NOT_OOM
 
 
 def test_a_circle_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
-    assert classify(first).kind is Kind.NOT_OOM
+    assert classify(first).kind is ErrorKind.NOT_OOM
 
 
 def test_poison_counts_most() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     error.__context__ = MemoryError()
-    assert classify(error).kind is Kind.POISONED
+    assert classify(error).kind is ErrorKind.POISONED
 
 
 def test_rays_cause() -> None:
     exceptions = importlib.import_module("ray.exceptions")
     task_error = exceptions.RayTaskError("train", "Traceback ...", MemoryError())
-    assert classify(task_error).kind is Kind.OOM
-    assert classify(task_error.as_instanceof_cause()).kind is Kind.OOM
+    assert classify(task_error).kind is ErrorKind.OOM
+    assert classify(task_error.as_instanceof_cause()).kind is ErrorKind.OOM
     other = exceptions.RayTaskError("train", "Traceback ...", KeyError("x"))
-    assert classify(other.as_instanceof_cause()).kind is Kind.NOT_OOM
+    assert classify(other.as_instanceof_cause()).kind is ErrorKind.NOT_OOM
 
 
 def test_rays_report_of_a_killed_worker() -> None:
     exceptions = importlib.import_module("ray.exceptions")
     error = exceptions.RayError("(1) The process is killed by SIGKILL by OOM killer, (2) or not.")
-    assert classify(error).kind is Kind.SUSPECT
+    assert classify(error).kind is ErrorKind.SUSPECT
 
 
 def test_an_oom_while_compiling_is_a_suspect() -> None:
     exc = importlib.import_module("torch._dynamo.exc")
     inner = _torch_oom("CUDA out of memory. Tried to allocate 2.00 GiB")
     wrapped = exc.BackendCompilerFailed(lambda: None, inner, None)
-    assert classify(wrapped).kind is Kind.SUSPECT
+    assert classify(wrapped).kind is ErrorKind.SUSPECT
     chained = exc.TorchRuntimeError("failed running call_function")
     chained.__cause__ = inner
-    assert classify(chained).kind is Kind.SUSPECT
-    assert classify(chained, corroborated=True).kind is Kind.OOM
+    assert classify(chained).kind is ErrorKind.SUSPECT
+    assert classify(chained, corroborated=True).kind is ErrorKind.OOM
     inner.__context__ = exc.Unsupported("graph break")  # but a compile error behind it is nothing
-    assert classify(inner).kind is Kind.OOM
+    assert classify(inner).kind is ErrorKind.OOM
 
 
 def test_a_process_that_quotes_anothers_traceback() -> None:
     spawn = importlib.import_module("torch.multiprocessing.spawn")
     for line, kind in [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB", Kind.OOM),
-        ("ValueError: CUDA out of memory", Kind.NOT_OOM),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB", ErrorKind.OOM),
+        ("ValueError: CUDA out of memory", ErrorKind.NOT_OOM),
     ]:
         message = f"\n\n-- Process 0 terminated with the following error:\nTraceback ...\n{line}"
         assert classify(spawn.ProcessRaisedException(message, 0, 1)).kind is kind
@@ -440,23 +444,23 @@ CAUSE = "\nThe above exception was the direct cause of the following exception:\
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("CUDA out of memory. retrying\n" + TRACEBACK + "KeyError: 'x'", Kind.NOT_OOM),
-        ("CUDA out of memory. retrying\n" + TRACEBACK + "my.Error: sorry", Kind.NOT_OOM),
-        (TRACEBACK + OOM_LINE + DURING + TRACEBACK + "RuntimeError: shapes", Kind.NOT_OOM),
-        (TRACEBACK + OOM_LINE + "\nretrying\n" + TRACEBACK + "OSError: full", Kind.NOT_OOM),
-        (TRACEBACK + 'RuntimeError: shapes\n    raise E("CUDA out of memory")', Kind.OOM),
-        (TRACEBACK.replace("f()", "raise E('std::bad_alloc')") + "E: x", Kind.NOT_OOM),
-        (TRACEBACK + OOM_LINE + CAUSE + TRACEBACK + "ValueError: training failed", Kind.OOM),
-        (TRACEBACK + "KeyError: 'x'" + DURING + TRACEBACK + OOM_LINE, Kind.OOM),
+        ("CUDA out of memory. retrying\n" + TRACEBACK + "KeyError: 'x'", ErrorKind.NOT_OOM),
+        ("CUDA out of memory. retrying\n" + TRACEBACK + "my.Error: sorry", ErrorKind.NOT_OOM),
+        (TRACEBACK + OOM_LINE + DURING + TRACEBACK + "RuntimeError: shapes", ErrorKind.NOT_OOM),
+        (TRACEBACK + OOM_LINE + "\nretrying\n" + TRACEBACK + "OSError: full", ErrorKind.NOT_OOM),
+        (TRACEBACK + 'RuntimeError: shapes\n    raise E("CUDA out of memory")', ErrorKind.OOM),
+        (TRACEBACK.replace("f()", "raise E('std::bad_alloc')") + "E: x", ErrorKind.NOT_OOM),
+        (TRACEBACK + OOM_LINE + CAUSE + TRACEBACK + "ValueError: training failed", ErrorKind.OOM),
+        (TRACEBACK + "KeyError: 'x'" + DURING + TRACEBACK + OOM_LINE, ErrorKind.OOM),
         (
             TRACEBACK + OOM_LINE + "\nException ignored in: <f>\n" + TRACEBACK + "KeyError: 1",
-            Kind.OOM,
+            ErrorKind.OOM,
         ),
-        (TRACEBACK + OOM_LINE + "\n" + TRACEBACK + "RuntimeError: NCCL error: x", Kind.OOM),
-        (TRACEBACK + "KeyError: 1\nterminate called after std::bad_alloc", Kind.OOM),
+        (TRACEBACK + OOM_LINE + "\n" + TRACEBACK + "RuntimeError: NCCL error: x", ErrorKind.OOM),
+        (TRACEBACK + "KeyError: 1\nterminate called after std::bad_alloc", ErrorKind.OOM),
     ],
 )
-def test_the_last_exception_of_a_text_decides(text: str, kind: Kind) -> None:
+def test_the_last_exception_of_a_text_decides(text: str, kind: ErrorKind) -> None:
     assert classify_text(text).kind is kind
     ranked = "".join(f"[rank0]: {line}\n" for line in text.splitlines())
     assert classify_text(ranked).kind is kind
@@ -494,17 +498,17 @@ def test_the_message_is_one_line_without_its_type() -> None:
 @pytest.mark.parametrize(
     ("returncode", "kills", "kind"),
     [
-        (-9, 0, Kind.SUSPECT),
-        (137, 0, Kind.SUSPECT),
-        (-9, 1, Kind.OOM),
-        (137, 2, Kind.OOM),
-        (1, 1, Kind.SUSPECT),
-        (0, 1, Kind.NOT_OOM),
-        (1, 0, Kind.NOT_OOM),
-        (-11, 0, Kind.NOT_OOM),
+        (-9, 0, ErrorKind.SUSPECT),
+        (137, 0, ErrorKind.SUSPECT),
+        (-9, 1, ErrorKind.OOM),
+        (137, 2, ErrorKind.OOM),
+        (1, 1, ErrorKind.SUSPECT),
+        (0, 1, ErrorKind.NOT_OOM),
+        (1, 0, ErrorKind.NOT_OOM),
+        (-11, 0, ErrorKind.NOT_OOM),
     ],
 )
-def test_an_exit_without_a_word(returncode: int, kills: int, kind: Kind) -> None:
+def test_an_exit_without_a_word(returncode: int, kills: int, kind: ErrorKind) -> None:
     assert classify_exit(returncode, oom_kills=kills).kind is kind
 
 
@@ -513,10 +517,10 @@ def test_the_kernels_count_can_be_read() -> None:
 
 
 def test_thrash_is_two_steps_in_a_row() -> None:
-    assert classify_retries([0, 1, 2]).kind is Kind.SUSPECT
-    assert classify_retries([5, 5, 6, 7, 7]).kind is Kind.SUSPECT
-    assert classify_retries([0, 1, 1, 2]).kind is Kind.NOT_OOM
-    assert classify_retries([]).kind is Kind.NOT_OOM
+    assert classify_retries([0, 1, 2]).kind is ErrorKind.SUSPECT
+    assert classify_retries([5, 5, 6, 7, 7]).kind is ErrorKind.SUSPECT
+    assert classify_retries([0, 1, 1, 2]).kind is ErrorKind.NOT_OOM
+    assert classify_retries([]).kind is ErrorKind.NOT_OOM
 
 
 WATCHDOG = "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12) ran for 600s"
@@ -538,7 +542,7 @@ def _fail(body: str, tmp_path: Path, cap: int | None = None) -> list[str]:
     """Run ``body`` in a process of its own and return what the classifier says of its error."""
     script = tmp_path / "fails.py"
     script.write_text(
-        "from autofit.worker.oom.classifier import classify, Kind\n"
+        "from autofit.worker.oom.classifier import classify, ErrorKind\n"
         "try:\n"
         f"{textwrap.indent(textwrap.dedent(body), '    ')}\n"
         "except BaseException as error:\n"
@@ -585,7 +589,7 @@ def test_a_real_bad_alloc_in_torch(tmp_path: Path) -> None:
 
 def test_an_uncaught_bad_alloc_kills_the_process() -> None:
     output = "terminate called after throwing an instance of 'std::bad_alloc'\n  what(): x\n"
-    assert classify_exit(-6, output).kind is Kind.OOM
+    assert classify_exit(-6, output).kind is ErrorKind.OOM
 
 
 def test_the_line_of_a_syntax_error_begins_with_its_message() -> None:

@@ -48,8 +48,8 @@ from autofit.worker.records.inspection import (
     Guess,
     Inspected,
     Inspection,
-    Kind,
     PlainSteps,
+    TensorKind,
     Work,
 )
 from autofit.worker.records.trials import (
@@ -288,7 +288,7 @@ class InspectedRun(Session):
             for module in root.module.modules():
                 own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
                 for tensor in own:
-                    self._log.mark(tensor, Kind.WEIGHTS, self._log.modules.name_of(module))
+                    self._log.mark(tensor, TensorKind.WEIGHTS, self._log.modules.name_of(module))
 
     def _owners(self) -> list[tuple[str, nn.Parameter]]:
         return [
@@ -301,7 +301,7 @@ class InspectedRun(Session):
 
     def _mark_gradients(self) -> None:
         for path, parameter in self._owners():
-            self._log.mark(gradient_of(parameter), Kind.GRADIENTS, path)
+            self._log.mark(gradient_of(parameter), TensorKind.GRADIENTS, path)
 
     def _mark_state(self, optimizer: Optimizer) -> None:
         paths = {id(parameter): path for path, parameter in self._owners()}
@@ -312,7 +312,7 @@ class InspectedRun(Session):
             small = parameter.numel() < SMALL or id(parameter) in embeddings
             for tensor in tree_leaves(state):
                 path = paths.get(id(parameter), "")
-                self._log.mark(tensor, Kind.OPTIMIZER_STATE, path, quantized=not small)
+                self._log.mark(tensor, TensorKind.OPTIMIZER_STATE, path, quantized=not small)
 
     # --- the result ------------------------------------------------------------------------
 

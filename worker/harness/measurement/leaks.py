@@ -20,7 +20,7 @@ from autofit.worker.harness.torch_state import frames
 from autofit.worker.harness.torch_state.graph import edges_of, walk
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.records.inspection import Growth
-from autofit.worker.records.places import Place
+from autofit.worker.records.places import SourceLine
 
 FEWEST = 2
 """Steps in a row, each of which must have left tensors or a graph. A trial has no more of them."""
@@ -92,7 +92,7 @@ class Graphs:
     def _left(self, steps: range) -> bool:
         return all(any(mark() is not None for mark in self._marks[step]) for step in steps)
 
-    def holder(self, steps: range) -> tuple[str, Place | None]:
+    def holder(self, steps: range) -> tuple[str, SourceLine | None]:
         """Return the variable that keeps a graph of ``steps``, and the line that fills it."""
         found, names = self._keeping(steps), _Names()
         for find in (names.container_of, names.variable_of):
@@ -173,7 +173,7 @@ class _Holders:
     """Finds what keeps leaked tensors: a container that the script fills, or a graph."""
 
     def __init__(
-        self, log: AllocationLog, leaked: set[int], of_graphs: tuple[str, Place | None]
+        self, log: AllocationLog, leaked: set[int], of_graphs: tuple[str, SourceLine | None]
     ) -> None:
         """``of_graphs``: what keeps the graphs of the steps, as ``Graphs.holder`` returns it."""
         self._of_graphs = of_graphs
@@ -190,7 +190,7 @@ class _Holders:
                 self._graphs.append(each)
         self._names = _Names()
 
-    def of(self, group: Sequence[Allocation]) -> tuple[str, Place | None]:
+    def of(self, group: Sequence[Allocation]) -> tuple[str, SourceLine | None]:
         """Return what keeps the tensors, and the line that puts them there."""
         direct = [tensor for each in group for tensor in self._direct.get(each.key, ())]
         ours = {id(direct), id(self._graphs), *map(id, self._direct.values())}
@@ -220,12 +220,16 @@ class _Names:
     def __init__(self) -> None:
         self._frames = list(_users_frames())
 
-    def variable_of(self, tensor: torch.Tensor, ours: set[int]) -> tuple[str, Place | None] | None:
+    def variable_of(
+        self, tensor: torch.Tensor, ours: set[int]
+    ) -> tuple[str, SourceLine | None] | None:
         """Return the variable with ``tensor``, and the line that adds to it."""
         name = self._name_of(tensor)
         return None if name is None else (f"the variable {name}", self._filled_at(name))
 
-    def container_of(self, tensor: torch.Tensor, ours: set[int]) -> tuple[str, Place | None] | None:
+    def container_of(
+        self, tensor: torch.Tensor, ours: set[int]
+    ) -> tuple[str, SourceLine | None] | None:
         """Return the container with ``tensor``, and the line that fills it.
 
         ``ours``: identities of containers that do not belong to the script.
@@ -266,7 +270,7 @@ class _Names:
                     return f"self.{key}"
         return None
 
-    def _filled_at(self, name: str) -> Place | None:
+    def _filled_at(self, name: str) -> SourceLine | None:
         """Return the first line of the script that adds to what is called ``name``."""
         for file in self._files():
             source = "".join(linecache.getlines(file))

@@ -12,8 +12,8 @@ from autofit.worker.harness.measurement.allocations import (
     Operation,
 )
 from autofit.worker.harness.torch_state import frames
-from autofit.worker.records.inspection import Kind, Moment, Part
-from autofit.worker.records.places import Place
+from autofit.worker.records.inspection import Part, PeakMoment, TensorKind
+from autofit.worker.records.places import SourceLine
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 """Phases of a step. Forward ends where backward begins, so the loss is a part of it."""
@@ -23,7 +23,7 @@ Backwards = Sequence[tuple[int, int]]
 """Indices of the first and the last operation of each backward pass."""
 
 
-def moments(log: AllocationLog, backwards: Backwards) -> tuple[Moment, ...]:
+def moments(log: AllocationLog, backwards: Backwards) -> tuple[PeakMoment, ...]:
     """Return the peak of each measured phase, the highest first.
 
     ``log``: the allocations, with their roles marked. ``backwards``: the backward passes of the
@@ -33,7 +33,7 @@ def moments(log: AllocationLog, backwards: Backwards) -> tuple[Moment, ...]:
     return tuple(sorted(found, key=lambda each: -each.peak))
 
 
-def failed_moment(log: AllocationLog) -> Moment | None:
+def failed_moment(log: AllocationLog) -> PeakMoment | None:
     """Return what held the memory when an allocation failed; ``None`` if none did."""
     if log.failed is None:
         return None
@@ -45,10 +45,10 @@ def _moment(
     peak: Operation,
     backwards: Backwards,
     living: list[Allocation] | None = None,
-) -> Moment:
+) -> PeakMoment:
     existing = log.at(peak.index) if living is None else living
     kinds = [(each, _kind(each, peak, backwards)) for each in existing]
-    return Moment(
+    return PeakMoment(
         phase=peak.phase,
         peak=peak.peak,
         parts=(*_parts(kinds), *_rest(existing, peak)),
@@ -56,32 +56,32 @@ def _moment(
     )
 
 
-def _kind(each: Allocation, peak: Operation, backwards: Backwards) -> Kind:
+def _kind(each: Allocation, peak: Operation, backwards: Backwards) -> TensorKind:
     """Return what an allocation was for at a peak.
 
     A tensor of a forward pass is an activation if it still existed when its backward pass began.
     """
     if each.role:
-        return Kind(each.role)
+        return TensorKind(each.role)
     if each.step < peak.step:
-        return Kind.OTHER
+        return TensorKind.OTHER
     if each.phase == FORWARD:
         begins = next((first for first, _ in backwards if first >= each.born), None)
         needed = each.died is None or begins is None or each.died >= begins
-        return Kind.ACTIVATIONS if needed else Kind.TEMPORARY
+        return TensorKind.ACTIVATIONS if needed else TensorKind.TEMPORARY
     if each.phase == BACKWARD:  # a module that runs there is a checkpointed block
-        return Kind.ACTIVATIONS if each.module else Kind.TEMPORARY
-    return Kind.TEMPORARY if each.phase == STEP else Kind.OTHER
+        return TensorKind.ACTIVATIONS if each.module else TensorKind.TEMPORARY
+    return TensorKind.TEMPORARY if each.phase == STEP else TensorKind.OTHER
 
 
-def _parts(kinds: Iterable[tuple[Allocation, Kind]]) -> list[Part]:
+def _parts(kinds: Iterable[tuple[Allocation, TensorKind]]) -> list[Part]:
     """Return the parts of the tensors, the largest first; small ones beyond ``MOST`` are joined."""
-    groups: dict[tuple[object, ...], list[tuple[Allocation, Kind]]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[tuple[Allocation, TensorKind]]] = defaultdict(list)
     for each, kind in kinds:
         groups[kind, each.module, each.lines, each.operation].append((each, kind))
     parts = [_part([each for each, _ in group], group[0][1]) for group in groups.values()]
     parts.sort(key=lambda part: -part.size)
-    rest: dict[Kind, list[Part]] = defaultdict(list)
+    rest: dict[TensorKind, list[Part]] = defaultdict(list)
     for part in parts[MOST:]:
         rest[part.kind].append(part)
     joined = [
@@ -91,7 +91,7 @@ def _parts(kinds: Iterable[tuple[Allocation, Kind]]) -> list[Part]:
     return parts[:MOST] + joined
 
 
-def _part(group: Sequence[Allocation], kind: Kind) -> Part:
+def _part(group: Sequence[Allocation], kind: TensorKind) -> Part:
     largest = max(group, key=lambda each: each.size)
     return Part(
         kind=kind,
@@ -104,7 +104,7 @@ def _part(group: Sequence[Allocation], kind: Kind) -> Part:
     )
 
 
-def _place(line: Line | None) -> Place | None:
+def _place(line: Line | None) -> SourceLine | None:
     return None if line is None else frames.place_at(*line)
 
 
@@ -115,8 +115,8 @@ def _rest(existing: Iterable[Allocation], peak: Operation) -> list[Part]:
     libraries = max(0, min(peak.before - before - peak.rounding, peak.peak - held - peak.rounding))
     workspace = peak.peak - held - peak.rounding - libraries
     found = [
-        Part(kind=Kind.ROUNDING, size=peak.rounding),
-        Part(kind=Kind.LIBRARIES, size=libraries),
-        Part(kind=Kind.WORKSPACE, size=workspace, operation=peak.name),
+        Part(kind=TensorKind.ROUNDING, size=peak.rounding),
+        Part(kind=TensorKind.LIBRARIES, size=libraries),
+        Part(kind=TensorKind.WORKSPACE, size=workspace, operation=peak.name),
     ]
     return [part for part in found if part.size]

@@ -19,7 +19,7 @@ from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import PROBE
 from autofit.worker.records.trials import Measurement
@@ -114,7 +114,7 @@ class Suspension:
 
     def _refusal_of(self, error: Exception, plan: Plan) -> Refused:
         """Return the refusal that an error under ``plan`` amounts to; raise one that stays."""
-        if classify(error).kind is not Kind.NOT_OOM:
+        if classify(error).kind is not ErrorKind.NOT_OOM:
             raise error
         if (fault := error_source.fault_of(error, plan)) is not None:
             return fault

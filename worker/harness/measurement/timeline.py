@@ -20,7 +20,7 @@ from autofit.worker.harness.measurement.allocations import (
     backward_of,
 )
 from autofit.worker.harness.measurement.moments import BACKWARD, FORWARD
-from autofit.worker.records.inspection import Kind, Life, Timeline
+from autofit.worker.records.inspection import Life, TensorKind, Timeline
 
 IN_PRODUCTS = PRODUCTS | PRODUCTS_BACKWARD
 
@@ -89,25 +89,25 @@ class _Step:
             end=(self._last if each.died is None else min(each.died, self._last)) - self._first,
             used=max([each.born, *self._reads(each, FORWARD)]) - self._first,
             wanted=(min(reads) if reads else self._last + 1) - self._first,
-            kind=each.role or (Kind.OTHER if each.born < self._first else ""),
+            kind=each.role or (TensorKind.OTHER if each.born < self._first else ""),
             block=each.block,
             of_block=each.of_block,
             returned=each.returned,
             wide=bool(self._classes) and each.width == self._classes and not each.role,
-            quantized=each.role == Kind.OPTIMIZER_STATE and each.lowered,
+            quantized=each.role == TensorKind.OPTIMIZER_STATE and each.lowered,
         )
 
     def lowered(self, each: Allocation) -> Iterator[Life]:
         """Yield an allocation as lives under autocast: itself, and its copies in another type."""
         plain = self.plain(each)
-        if not each.is_float or each.role == Kind.OPTIMIZER_STATE:
+        if not each.is_float or each.role == TensorKind.OPTIMIZER_STATE:
             yield plain
-        elif each.role == Kind.GRADIENTS:
+        elif each.role == TensorKind.GRADIENTS:
             yield plain
             if each.born >= self._first:  # its product returns 16 bits, which are cast
                 at = each.born - self._first
                 yield self._copy(plain, each.size // 2, at, at, at, at)
-        elif each.role == Kind.WEIGHTS:
+        elif each.role == TensorKind.WEIGHTS:
             yield plain
             yield from self._copies_of_weight(each, plain)
         elif each.lowered:
@@ -199,13 +199,13 @@ class _Step:
             end=max(start, end),
             used=max(start, used),
             wanted=wanted,
-            kind=plain.kind if plain.kind == Kind.OTHER and start == plain.start else "",
+            kind=plain.kind if plain.kind == TensorKind.OTHER and start == plain.start else "",
             block=self._block_at(start) if block is None or block < 0 else block,
             of_block=plain.of_block and start == plain.start,
             returned=plain.returned and start == plain.start,
             wide=plain.wide,
             quantized=False,
-            of_weight=plain.kind in (Kind.WEIGHTS, Kind.GRADIENTS),
+            of_weight=plain.kind in (TensorKind.WEIGHTS, TensorKind.GRADIENTS),
         )
 
     def _block_at(self, index: int) -> int:

@@ -468,7 +468,7 @@ class Calls:
 
 
 class Process:
-    """A process before its first root; implements ``strategies.base.Process``."""
+    """A process before its first root; implements ``strategies.base.ProcessHandle``."""
 
     def __init__(self, seams: Seams, levels: Mapping[str, str], page: Callable[[], Undo]) -> None:
         """``levels``: of the first plan; ``page``: starts to page parameters out."""

@@ -23,7 +23,7 @@ from autofit.worker.harness.torch_state import frames
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.oom.handled import formatted
 from autofit.worker.records.trials import (
     CHECK,
@@ -97,7 +97,7 @@ class ScriptLifecycle:
         own = fault is None and error_source.raised_by_script(error.__traceback__)
         short = self._meter.short()
         found = classify(error)
-        out_of_memory = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
+        out_of_memory = found.kind is ErrorKind.OOM or (short and found.kind is ErrorKind.SUSPECT)
         if out_of_memory and session is not None:
             session.describe_uncalled_model(error)
             if self._reporter.rank and session.roots:

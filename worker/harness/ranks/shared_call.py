@@ -41,7 +41,7 @@ from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.torch_state.undo import temporarily
 from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
@@ -307,7 +307,9 @@ class SharedCall:
         except Exception as error:
             communicates = self._root.statistics is not None or self._root.sharded is not None
             alone = not (communicates or self._layout.updates)
-            plain = classify(error).kind is Kind.NOT_OOM and not isinstance(error, AutofitError)
+            plain = classify(error).kind is ErrorKind.NOT_OOM and not isinstance(
+                error, AutofitError
+            )
             refused = isinstance(error, Refused) and error.strategy == SPLIT
             if self._root.owner.strict or not (alone and (plain or refused)):
                 raise

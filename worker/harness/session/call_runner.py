@@ -22,7 +22,7 @@ from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
-from autofit.worker.oom.classifier import Diagnosis, Kind, classify
+from autofit.worker.oom.classifier import Diagnosis, ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import FIRST_BATCH, OTHER, Phases
 from autofit.worker.records.trials import CHECK, OutOfMemory
@@ -205,10 +205,10 @@ class CallRunner:
             yield
         except Exception as error:
             found = classify(error, corroborated=self.meter.short())
-            if found.kind is Kind.OOM:
+            if found.kind is ErrorKind.OOM:
                 told = self.out_of_memory(found, None)
                 self.shortage(replace(told, phase=CHECK) if in_check(error) else told)
-            elif found.kind is Kind.NOT_OOM:
+            elif found.kind is ErrorKind.NOT_OOM:
                 for plan in dict.fromkeys(root.plan for root in self.roots):
                     if (refusal := error_source.fault_of(error, plan)) is not None:
                         free_frames(error)
@@ -220,7 +220,7 @@ class CallRunner:
     def on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
         """Note a shortage inside a split root; return whether to continue in smaller chunks."""
         found = classify(error, corroborated=self.meter.short())
-        if found.kind is not Kind.OOM:
+        if found.kind is not ErrorKind.OOM:
             raise error
         self.phase = phase
         self.shortage(self.out_of_memory(found, size))

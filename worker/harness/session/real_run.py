@@ -30,7 +30,7 @@ from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom import survived
 from autofit.worker.oom.attempt import is_shortage
-from autofit.worker.oom.classifier import Kind, classify, classify_retries
+from autofit.worker.oom.classifier import ErrorKind, classify, classify_retries
 from autofit.worker.records.trials import (
     InOnePiece,
     LaunchRequest,
@@ -123,7 +123,7 @@ class RealRun(Session):
 
     def optimizer_broke(self, error: Exception) -> bool:
         """Step under a fallback, if one is left and the error is no shortage."""
-        if classify(error).kind is not Kind.NOT_OOM:
+        if classify(error).kind is not ErrorKind.NOT_OOM:
             return False
         culprit = error_source.blamed(error.__traceback__, self.plan)
         return self._falls_back(_first_line(error), culprit)
@@ -158,7 +158,7 @@ class RealRun(Session):
         """Repeat a failed call without a plan, to find out whether the plan is at fault."""
         if self._broken is not None or self.plan.neutral or self._open_graphs > 1:
             return False
-        if classify(error).kind is not Kind.NOT_OOM:
+        if classify(error).kind is not ErrorKind.NOT_OOM:
             return False
         if self._group is not None:  # the other ranks would not repeat the call
             return False
@@ -349,7 +349,7 @@ class RealRun(Session):
         if not split:
             return
         self._retries.append(self.meter.retries())
-        if classify_retries(self._retries).kind is Kind.NOT_OOM:
+        if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
             return
         for chunked in split:
             chunked.micro_batch = -(-chunked.micro_batch // 2)

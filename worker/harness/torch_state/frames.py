@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from autofit.worker.records.places import Place
+from autofit.worker.records.places import SourceLine
 
 OURS = tuple(
     str(folder) + os.sep
@@ -52,7 +52,7 @@ def without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
     return rest
 
 
-def place(error: BaseException) -> Place | None:
+def place(error: BaseException) -> SourceLine | None:
     """Return the deepest line of the user's own code in the traceback of ``error``."""
     found = None
     traceback = error.__traceback__
@@ -97,12 +97,12 @@ def mentioned(*words: str) -> bool:
     return any(word in text for text in texts for word in words)
 
 
-def place_at(name: str, number: int) -> Place:
+def place_at(name: str, number: int) -> SourceLine:
     """Return line ``number`` of the file called ``name``."""
     shown = _in_package(name)
     if name == shown and name.startswith(os.getcwd() + os.sep):
         shown = os.path.relpath(name)
-    return Place(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
+    return SourceLine(line=f"{shown}:{number}", source=linecache.getline(name, number).strip())
 
 
 def strip_our_frames(error: BaseException) -> BaseException:

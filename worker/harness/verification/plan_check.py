@@ -74,8 +74,8 @@ from autofit.worker.harness.verification.split_check import (
 )
 from autofit.worker.harness.verification.split_rules import is_number
 from autofit.worker.harness.verification.tolerances import TOLERANCES
-from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.trials import NOT_COMPARABLE
 
@@ -439,7 +439,7 @@ def _first_that_fits(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
 ) -> tuple[Effects, Effects] | None:
     """Apply ``plan``; return what ``_effects_of_way`` does for the first of ``ways`` that fits."""
-    outcome: Outcome[tuple[Effects, Effects] | None] | None = None
+    outcome: AttemptOutcome[tuple[Effects, Effects] | None] | None = None
     for name, most, saved in ways:
         run = partial(_effects_of_way, root, plan, batch, most, saved, (name, most, *call))
         if moves_together(root.module):
@@ -498,7 +498,7 @@ def _effects_of_way(
             with saved(), autocast_noticed(root):
                 plain = _effects(root, root.plain, samples)
         except RuntimeError as error:
-            if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
+            if most >= _size(batch) or sharded or classify(error).kind is not ErrorKind.NOT_OOM:
                 raise
             free_frames(error)
             return None
@@ -651,7 +651,7 @@ def _sensitivity(
                         rounded = Batch(leaves, samples.spec)
                         found = _effects(root, root.plain, rounded, weights=weights)
             except Exception as error:  # the model may need more samples, or less memory
-                if classify(error).kind is not Kind.OOM and most >= size:
+                if classify(error).kind is not ErrorKind.OOM and most >= size:
                     raise
                 free_frames(error)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.records.trials import CHECK_STARVED
 
 NOTE = f"autofit: {CHECK_STARVED}"
@@ -17,7 +17,7 @@ def checking() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if classify(error).kind is Kind.OOM and not in_check(error):
+        if classify(error).kind is ErrorKind.OOM and not in_check(error):
             error.add_note(NOTE)
         raise
 

@@ -56,8 +56,8 @@ from autofit.worker.harness.verification.split_rules import (
     Whole,
     by_coefficients,
 )
-from autofit.worker.oom.attempt import Outcome, attempt, attempt_model
-from autofit.worker.oom.classifier import Kind, classify
+from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model
+from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.oom.frames import free_frames
 
 SAMPLES = 4
@@ -217,7 +217,7 @@ class _SplitCheck:
         If the samples do not decide, others are asked.
         """
         chosen = choose(self.batch, layout)
-        outcome: Outcome[Layout] = Outcome()
+        outcome: AttemptOutcome[Layout] = AttemptOutcome()
         failed: set[tuple[bool, bool]] = set()
         for way in ways:
             if (way.wide, way.autocast) in failed:
@@ -250,7 +250,7 @@ class _SplitCheck:
             try:
                 self.forward(*args, **kwargs)
             except Exception as error:
-                if classify(error).kind is Kind.NOT_OOM:
+                if classify(error).kind is ErrorKind.NOT_OOM:
                     raise
 
     def _find(self, layout: Layout, samples: Sequence[int], way: Way) -> Layout:
