@@ -20,6 +20,8 @@ class Hardware:
     """Bytes of its memory."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; ``None`` on the CPU."""
+    multiprocessors: int = 0
+    """Streaming multiprocessors of a card that is not here; 0 if it is."""
     cannot_compile: str | None = None
     """Why ``torch.compile`` cannot compile for it here, or ``None`` if it can."""
     devices: int = 1

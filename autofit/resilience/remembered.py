@@ -71,7 +71,7 @@ class Memory:
         return found[FITTED].content if FITTED in found else None
 
     def _write(self, key: Key, values: Values, this_rank: bool) -> None:
-        if not (this_rank or _is_writer()):
+        if not (this_rank or _ranks() == 1 or torch.distributed.get_rank() == 0):
             return
         from autofit.storage import Store
 
@@ -110,8 +110,3 @@ def _device() -> tuple[str, int]:
 def _ranks() -> int:
     in_use = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if in_use else 1
-
-
-def _is_writer() -> bool:
-    """Return whether this rank writes the store."""
-    return _ranks() == 1 or torch.distributed.get_rank() == 0

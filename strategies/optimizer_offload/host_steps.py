@@ -340,11 +340,8 @@ def _worth(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is large enough, and has no gaps in memory."""
     if parameter.numel() < SMALL or not parameter.is_floating_point():
         return False
-    return _dense(parameter) and type(parameter) in (nn.Parameter, torch.Tensor)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    return dense and type(parameter) in (nn.Parameter, torch.Tensor)
 
 
 def _like(value: Any, parameter: torch.Tensor) -> bool:

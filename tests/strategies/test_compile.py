@@ -21,8 +21,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts, compile, get
 from autofit.worker.harness.batch.layout import equal_cuts
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.torch_state.compile_state import CompileClock, is_compiled, uncompiled
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch

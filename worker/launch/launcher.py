@@ -51,6 +51,7 @@ from autofit.worker.records.trials import (
     Paused,
     PlanEnded,
     PlanStarted,
+    Printed,
     Proven,
     Raised,
     Shortage,
@@ -451,6 +452,7 @@ class _TrialReporter:
                 | Traced()
                 | Uncontained()
                 | Entered()
+                | Printed()
                 | Asking()
             ):
                 yield event

@@ -32,6 +32,20 @@ ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much a card is used at one moment."""
+
+    card: str
+    """``Card.label``."""
+    total: int
+    """Bytes of the card."""
+    held: int
+    """Bytes that processes hold."""
+    busy: int | None
+    """Percent of the last moments in which a kernel ran; ``None`` for a MIG instance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     """The memory in use on a card, in bytes, by owner."""
 
@@ -105,6 +119,24 @@ def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
             _card(nvml, entry, handle, _link(nvml, handle, [other for _, other in handles]))
             for entry, handle in handles
         )
+
+
+def loads() -> tuple[Load, ...]:
+    """Return the load of each card of this machine; none if the driver does not answer."""
+    try:
+        with _driver() as nvml:
+            return tuple(_load(nvml, entry, handle) for entry, handle in _handles(nvml, {}))
+    except WorkerError:
+        return ()
+
+
+def _load(nvml: Any, entry: str, handle: Any) -> Load:
+    total, _, held = _memory(nvml, handle)
+    try:
+        busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError:
+        busy = None
+    return Load(card=f"GPU {entry}", total=total, held=held, busy=busy)
 
 
 def handle_of(uuid: str) -> Any | None:

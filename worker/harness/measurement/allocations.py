@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from autofit.facts import HOST
 from autofit.strategies.base import Undo
 from autofit.worker.harness.torch_state import frames
+from autofit.worker.harness.torch_state.undo import together
 from autofit.worker.meter import Meter, accelerator
 
 PRODUCTS = frozenset(
@@ -120,40 +121,13 @@ class Lines(NamedTuple):
     """The innermost line of a package below it, torch left out."""
 
 
-class Allocator(Protocol):
+class Allocator(NamedTuple):
     """The counters of torch's allocator on the device. Sizes are bytes."""
 
-    def current(self) -> int:
-        """Return what is given out now."""
-
-    def peak(self) -> int:
-        """Return the most that was given out since the last ``reset``."""
-
-    def rounding(self) -> int:
-        """Return by how much the blocks given out are larger than requested."""
-
-    def reset(self) -> None:
-        """Set the peak to the present use."""
-
-
-class CachingAllocator:
-    """Counters of torch's caching allocator on the current accelerator."""
-
-    def current(self) -> int:
-        """Return what is given out now."""
-        return accelerator.given_out()[0]
-
-    def peak(self) -> int:
-        """Return the most that was given out since the last ``reset``."""
-        return accelerator.given_out()[1]
-
-    def rounding(self) -> int:
-        """Return by how much the blocks given out are larger than requested."""
-        return accelerator.given_out()[2]
-
-    def reset(self) -> None:
-        """Set the peak to the present use."""
-        accelerator.reset_peak()
+    given_out: Callable[[], tuple[int, int, int]]
+    """Returns what is given out now, the most since ``reset``, and what rounding up adds to it."""
+    reset: Callable[[], None]
+    """Sets the peak to the present use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,34 +186,13 @@ class Operation:
     rounding: int
 
 
-class ShimAllocator:
-    """Counters of the CPU's meter, which counts every allocation of libc10."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def current(self) -> int:
-        """Return what is given out now."""
-        return self._meter.current()
-
-    def peak(self) -> int:
-        """Return the most that was given out since the last ``reset``."""
-        return self._meter.peak().allocated
-
-    def rounding(self) -> int:
-        """Return 0: the meter counts what was requested."""
-        return 0
-
-    def reset(self) -> None:
-        """Set the peak to the present use."""
-        self._meter.reset()
-
-
 def allocator_of(meter: Meter) -> Allocator | None:
     """Return the allocator of the meter's device; ``None`` if it has not started yet."""
-    if meter.device == HOST:
-        return ShimAllocator(meter)
-    return CachingAllocator() if accelerator.started() else None
+    if meter.device == HOST:  # its meter counts what was requested, by every use of libc10
+        return Allocator(lambda: (meter.current(), meter.peak().allocated, 0), meter.reset)
+    if not accelerator.started():
+        return None
+    return Allocator(accelerator.given_out, accelerator.reset_peak)
 
 
 @dataclass(slots=True)
@@ -285,13 +238,7 @@ class Modules:
         """Follow all calls of modules until the undo."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
-
-        def undo() -> None:
-            before.remove()
-            after.remove()
-            self._running.clear()
-
-        return undo
+        return together(self._running.clear, after.remove, before.remove)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._running.setdefault(threading.get_ident(), []).append(module)
@@ -438,21 +385,21 @@ class AllocationLog(TorchDispatchMode):
         """Count a peak since the last operation; return what is given out now."""
         if not self._measures or self._allocator is None:
             return 0
-        held = self._allocator.current()
+        held = self._allocator.given_out()[0]
         self._compare("", held)
         self._allocator.reset()
         return held
 
     def _compare(self, name: str, before: int) -> None:
         assert self._allocator is not None, "it measures"
-        peak, phase = self._allocator.peak(), self._phase()
+        _, peak, rounding = self._allocator.given_out()
+        phase = self._phase()
         if name:
             self.executed[self.now] = Executed(name, phase, peak, self._block())
         elif (last := self.executed.get(self.now)) is not None:
             last.peak = max(last.peak, peak)
         highest = self.peaks.get(phase)
         if highest is None or peak > highest.peak:
-            rounding = self._allocator.rounding()
             self.peaks[phase] = Operation(
                 self.now, name, phase, self.step, peak, min(before, peak), rounding
             )

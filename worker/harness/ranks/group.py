@@ -196,7 +196,7 @@ def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
     if group is not None:
         return group
     if not shards.on_host:
-        raise Refused("there is one process, which keeps the whole weights")
+        raise Refused("there is only one process, so the weights cannot be sharded")
     if not _of_one and dist.is_initialized():
         raise Refused(OWN_GROUP, SHARDING)
     return RankGroup.of_one(accelerator.device())

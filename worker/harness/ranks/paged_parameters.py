@@ -31,6 +31,7 @@ from autofit.strategies.support.device import on_accelerator
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.torch_state.host_saved import host_bytes
+from autofit.worker.harness.torch_state.undo import together
 from autofit.worker.meter import accelerator
 
 SHARE = 0.5
@@ -129,19 +130,13 @@ class PagedParameters:
     def attach(self) -> Undo:
         """Count the parameters that modules register, receive or copy from now on."""
         patches = self._seams.patches
-        undos = [
+        return together(
             register_module_parameter_registration_hook(lambda *given: self.add(given[2])).remove,
             patches.wrap(nn.Module, "_apply", self._moves),
             patches.wrap(nn.Parameter, "__deepcopy__", self._copies),
-        ]
-
-        def undo() -> None:
-            self._stop()
-            self._pages.clear()
-            while undos:
-                undos.pop()()
-
-        return undo
+            self._pages.clear,
+            self._stop,
+        )
 
     def add(self, tensor: torch.Tensor | None) -> None:
         """Count the memory of a parameter; page others out if it is too much."""
