@@ -8,7 +8,7 @@ from datetime import datetime
 
 from autofit.storage import Queue
 from autofit.worker.cluster.nodes import Node
-from autofit.worker.meter.nvml import Load
+from autofit.worker.meter import Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

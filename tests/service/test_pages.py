@@ -23,7 +23,7 @@ from autofit.service.users import COOKIE, create_token
 from autofit.storage import Outcome, SearchRecord, Submission
 from autofit.tuning.notices import Line, Notice, StudyStarted, TrialEnded
 from autofit.worker.cluster.nodes import Node
-from autofit.worker.meter.nvml import Load
+from autofit.worker.meter import Load
 from autofit.worker.records.trials import Script
 from tests.report.stored import BF16, GIB, H200, LEAN, add, figures, measured, opened
 from tests.service.serving import Running

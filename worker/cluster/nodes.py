@@ -8,8 +8,7 @@ from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.facts import HOST
-from autofit.worker.meter import ON_RAY
-from autofit.worker.meter.nvml import Load, loads
+from autofit.worker.meter import ON_RAY, Load, loads
 
 MODEL = "accelerator_type:"
 """Prefix of the resource by which Ray names a node's GPU model."""

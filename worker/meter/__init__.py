@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 
 from autofit.exceptions import UsageError
 from autofit.facts import HOST, Hardware
-from autofit.worker.meter.base import CAP, Card, DeviceKind, Holder, Meter, Peak
+from autofit.worker.meter.base import CAP, Card, DeviceKind, Holder, Load, Meter, Peak
 from autofit.worker.meter.kinds import find
 from autofit.worker.meter.nvml import driver_version
 
@@ -25,6 +25,7 @@ __all__ = [
     "DeviceKind",
     "Hardware",
     "Holder",
+    "Load",
     "Meter",
     "Peak",
     "cards",
@@ -36,6 +37,7 @@ __all__ = [
     "free_bytes",
     "hardware",
     "kind",
+    "loads",
     "require_cap",
 ]
 
@@ -63,6 +65,11 @@ def default_device() -> str:
 def cards() -> tuple[Card, ...]:
     """Return the visible devices of the default kind, or an empty tuple if it is the CPU."""
     return next((found for each in KINDS.values() if (found := each.cards())), ())
+
+
+def loads() -> tuple[Load, ...]:
+    """Return how much each device of this machine is used now, of all kinds."""
+    return tuple(load for each in KINDS.values() for load in each.loads())
 
 
 def hardware(device: str, index: int = 0) -> Hardware:

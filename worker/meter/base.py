@@ -137,6 +137,20 @@ class Card:
         return f"GPU {self.entry}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much a card is used at one moment."""
+
+    card: str
+    """``Card.label``."""
+    total: int
+    """Bytes of the card."""
+    held: int
+    """Bytes that processes hold."""
+    busy: int | None
+    """Percent of the last moments in which a kernel ran; ``None`` for a MIG instance."""
+
+
 class DeviceKind(ABC):
     """What autofit has to know of one kind of device. Imports no torch.
 
@@ -158,6 +172,10 @@ class DeviceKind(ABC):
 
     def cards(self) -> tuple[Card, ...]:
         """Return the present state of the devices that are visible to this process."""
+        return ()
+
+    def loads(self) -> tuple[Load, ...]:
+        """Return how much each device of this machine is used now, as far as its driver answers."""
         return ()
 
     def measured_cards(self, variables: Mapping[str, str]) -> tuple[Card, ...]:

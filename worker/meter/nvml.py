@@ -19,7 +19,7 @@ from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
-from autofit.worker.meter.base import Card, Holder
+from autofit.worker.meter.base import Card, Holder, Load
 from autofit.worker.meter.build import COMPILERS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -29,20 +29,6 @@ STARTING = 32 << 20
 """Bytes of a starting process that the driver does not name yet: 18 MiB for 20 ms on an H200."""
 ATTEMPTS = 4
 """Largest number of readings until two in a row are equal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """How much a card is used at one moment."""
-
-    card: str
-    """``Card.label``."""
-    total: int
-    """Bytes of the card."""
-    held: int
-    """Bytes that processes hold."""
-    busy: int | None
-    """Percent of the last moments in which a kernel ran; ``None`` for a MIG instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ struct trailer {
     uint64_t mark;
 };
 
-static _Atomic uint64_t live, peak, cap, refused, last_refused;
+static _Atomic uint64_t live, peak, cap, refused;
 static _Atomic uintptr_t libc10_start, libc10_end;
 static void (*_Atomic real_free)(void *);
 static int (*_Atomic real_posix_memalign)(void **, size_t, size_t);
@@ -86,7 +86,6 @@ static int take(uint64_t size)
     uint64_t held = atomic_load_explicit(&live, memory_order_relaxed);
     do {
         if (UNLIKELY(limit != 0 && (size > limit || held > limit - size))) {
-            atomic_store_explicit(&last_refused, size, memory_order_relaxed);
             atomic_fetch_add_explicit(&refused, 1, memory_order_relaxed);
             return 0;
         }
@@ -183,4 +182,3 @@ EXPORT void autofit_shim_reset_peak(void) { atomic_store(&peak, atomic_load(&liv
 EXPORT uint64_t autofit_shim_cap(void) { return atomic_load(&cap); }
 EXPORT void autofit_shim_set_cap(uint64_t bytes) { atomic_store(&cap, bytes); }
 EXPORT uint64_t autofit_shim_refused(void) { return atomic_load(&refused); }
-EXPORT uint64_t autofit_shim_last_refused(void) { return atomic_load(&last_refused); }

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autofit.worker.meter import nvml
+from autofit.worker.meter import Load, nvml
 
 pytestmark = pytest.mark.quick
 
@@ -195,7 +195,7 @@ def test_the_load_of_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "_initialised", lambda: Driver(A, CUT))
     monkeypatch.setenv(nvml.VISIBLE, "1")
     assert nvml.loads() == (
-        nvml.Load(card="GPU 0", total=100, held=60, busy=93),
-        nvml.Load(card="GPU MIG-1111", total=100, held=60, busy=None),
-        nvml.Load(card="GPU MIG-2222", total=100, held=60, busy=None),
+        Load(card="GPU 0", total=100, held=60, busy=93),
+        Load(card="GPU MIG-1111", total=100, held=60, busy=None),
+        Load(card="GPU MIG-2222", total=100, held=60, busy=None),
     )

@@ -75,7 +75,7 @@ class ShimMeter:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("allocated", "peak", "cap", "refused", "last_refused"):
+        for name in ("allocated", "peak", "cap", "refused"):
             getattr(library, f"autofit_shim_{name}").restype = ctypes.c_uint64
         library.autofit_shim_set_cap.argtypes = (ctypes.c_uint64,)
         library.autofit_shim_set_cap.restype = None
@@ -139,10 +139,6 @@ class ShimMeter:
     def refused(self) -> int:
         """Return how many allocations the cap refused."""
         return self._read("refused")
-
-    def last_refused(self) -> int | None:
-        """Return the bytes of the allocation refused last; ``None`` if there was none."""
-        return self._read("last_refused") or None
 
     def short(self) -> bool:
         """Return whether an allocation was refused, or the peak came near the cap."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
 from autofit.worker.meter import libcuda, nvml
-from autofit.worker.meter.base import NEAR, Card, DeviceKind, Meter, Peak
+from autofit.worker.meter.base import NEAR, Card, DeviceKind, Load, Meter, Peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,6 +52,10 @@ class Cuda(DeviceKind):
             return nvml.cards()
         except WorkerError:
             return libcuda.cards()
+
+    def loads(self) -> tuple[Load, ...]:
+        """Return what NVML reports of each GPU."""
+        return nvml.loads()
 
     def measured_cards(self, variables: Mapping[str, str]) -> tuple[Card, ...]:
         """Return the GPUs that NVML reports."""
