@@ -323,10 +323,11 @@ class Queue:
         with self._store.writing() as session:
             _end(session, _row(session, search.id), SearchState.CANCELLED)
 
-    def reclaim(self) -> int:
+    def reclaim(self, *, counted: bool = True) -> int:
         """Queue the active searches whose owner has ended; return how many there were.
 
-        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails.
+        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails;
+        ``counted``: whether this loss counts.
         """
         now, count = _now(), 0
         active = select(Search).where(Search.state.in_(ACTIVE))
@@ -338,6 +339,7 @@ class Queue:
                 if live_owner(row, now) is not None:
                     continue
                 count += 1
+                row.attempts -= not counted
                 if row.cancelled is not None:
                     _end(session, row, SearchState.CANCELLED)
                 elif row.attempts >= MOST_ATTEMPTS:
@@ -445,11 +447,6 @@ class Queue:
             with self._store.writing() as session:
                 session.execute(delete(Upload).where(Upload.digest.in_(found), ~users))
         return len(found)
-
-    def has_upload(self, digest: str) -> bool:
-        """Return whether an archive is stored."""
-        with self._store.reading() as session:
-            return _has_upload(session, digest)
 
     def upload(self, digest: str) -> bytes:
         """Return an archive."""

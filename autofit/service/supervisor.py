@@ -40,7 +40,10 @@ LOOK = 5.0
 TIDY = 60.0
 """Seconds between two looks for uploads that are no longer needed."""
 BIRTH = 30.0
-"""Seconds after which an actor that has claimed nothing is ended, and another one started."""
+"""Seconds after which an actor that has claimed nothing is ended, and another one started.
+
+The next one has twice as long: on a busy machine, its imports alone may take a minute.
+"""
 MOST_FAILURES = 3
 """Actors in a row that end before they claim the next search; then that search fails."""
 SILENCE = 10.0 + BUSY_SECONDS
@@ -66,6 +69,8 @@ class Setting:
     """Whether scripts run under uids of their users."""
     keep: float
     """Seconds for which an uploaded folder is kept after its last search has ended."""
+    started: bool
+    """Whether Ray was started just now. Then no search is to blame for the loss of its process."""
 
 
 class Supervision:
@@ -182,6 +187,9 @@ class Supervisor:
         self._unclaimed: tuple[str, Any, Any, float] | None = None
         """The actor that was started last, as long as it has not claimed a search."""
         self._failures = 0
+        self._patience = BIRTH
+        self._counted = not setting.started
+        """Whether a search counts the loss of its process."""
 
     def step(self) -> str:
         """Queue searches again that were lost, and start an actor if a search can start.
@@ -189,8 +197,9 @@ class Supervisor:
         Returns a line about what happened, or an empty one.
         """
         said = []
-        if lost := self._queue.reclaim():
+        if lost := self._queue.reclaim(counted=self._counted):
             said.append(f"{lost} lost searches continue")
+        self._counted = True
         if late := self._queue.expire():
             said.append(f"the deadline of {late} waiting searches has passed")
         if time.monotonic() - self._tidied > TIDY:
@@ -211,16 +220,16 @@ class Supervisor:
             return False, ""
         runner, actor, created, since = self._unclaimed
         if self._queue.taken(runner):
-            self._unclaimed, self._failures = None, 0
+            self._unclaimed, self._failures, self._patience = None, 0, BIRTH
             return False, ""
         ended, _ = ray.wait([created], timeout=0)
         if ended:
             self._unclaimed = None
             return False, self._failed(created)
-        if time.monotonic() - since > BIRTH:
+        if time.monotonic() - since > (patience := self._patience):
             ray.kill(actor)
-            self._unclaimed = None
-            return False, f"an actor did not start within {BIRTH:.0f} s: another one is started"
+            self._unclaimed, self._patience = None, 2 * patience
+            return False, f"an actor did not start within {patience:.0f} s: another one is started"
         return True, ""
 
     def _failed(self, created: Any) -> str:

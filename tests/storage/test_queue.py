@@ -185,6 +185,14 @@ def test_a_search_that_is_lost_again_and_again_fails(queue: Queue, gone: Owner) 
     assert (again.state, again.outcome, again.attempts) == (SearchState.QUEUED, None, 0)
 
 
+def test_a_loss_that_is_not_the_searchs_fault_does_not_count(queue: Queue, gone: Owner) -> None:
+    search = queue.submit("alice", FIRST)
+    for _ in range(2 * MOST_ATTEMPTS):
+        claimed(queue, gone)
+        assert queue.reclaim(counted=False) == 1
+    assert queue.search(search.id).attempts == 0
+
+
 def test_cancelling(queue: Queue, gone: Owner) -> None:
     queue.add_upload("bb", b"archive")
     queued, running = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
@@ -266,11 +274,12 @@ def test_uploads_are_deleted_when_no_search_needs_them(queue: Queue) -> None:
     queue.finish(ended, None)
     now = datetime.now(UTC)
     assert queue.delete_uploads(queue.search(ended.id).ended or now) == 1, "nobody used cc"
-    assert not queue.has_upload("cc")
+    with pytest.raises(UsageError, match="no longer stored"):
+        queue.upload("cc")
     assert queue.delete_uploads(datetime.now(UTC)) == 1
     with pytest.raises(UsageError, match="no longer stored"):
         queue.upload("bb")
-    assert queue.has_upload("aa")
+    assert queue.upload("aa") == b"archive"
     queue.cancel(waits.id, "alice")
     queue.add_upload("aa", b"archive")
     assert queue.delete_uploads(queue.search(waits.id).ended or now) == 0, "it was sent again"

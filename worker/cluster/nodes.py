@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
+from autofit.worker.meter import ON_RAY
 from autofit.worker.meter.nvml import Load, loads
 
 MODEL = "accelerator_type:"
@@ -37,7 +39,7 @@ class Places:
     """Where trials may run."""
 
     device: str
-    """``"cpu"`` or ``"cuda"``."""
+    """The kind of device."""
     model: str
     """Ray's name of the GPUs."""
     slots: Mapping[str, int]
@@ -155,7 +157,7 @@ def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
             f"--gpus {gpus} --gpus-per-trial {each}: a trial runs on one host;"
             f" the hosts can run {sum(slots.values())} at a time"
         )
-    return Places(device="cuda", model=model, slots=slots, lines=tuple(lines))
+    return Places(device=ON_RAY, model=model, slots=slots, lines=tuple(lines))
 
 
 def more(places: Places, new: Collection[Node], each: int, left: int | None) -> dict[str, int]:
@@ -163,7 +165,7 @@ def more(places: Places, new: Collection[Node], each: int, left: int | None) -> 
 
     ``places``: the nodes in use; ``left``: how many trials may be added, ``None`` for any number.
     """
-    if places.device == "cpu":
+    if places.device == HOST:
         return {node.id: 1 for node in new if node.cpus}
     return spread(_capacities(new, places.model, each), left)
 
@@ -187,7 +189,7 @@ def _on_cpus(nodes: Iterable[Node], gpus: int | None) -> Places:
         raise UsageError("Ray has no CPU on any node of the cluster: start a node with --num-cpus")
     if gpus is not None:
         raise UsageError(f"--gpus {gpus}: the cluster has no GPU; leave it out to use its CPUs")
-    return Places(device="cpu", model="", slots=slots, lines=())
+    return Places(device=HOST, model="", slots=slots, lines=())
 
 
 def _capacities(nodes: Iterable[Node], model: str, each: int) -> dict[str, int]:
