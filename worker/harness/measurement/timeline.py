@@ -139,7 +139,10 @@ class _Step:
         only_full = bool(backward) and len(backward) == len(self._reads(each, BACKWARD))
         end = plain.used if only_full and forward else plain.end
         yield self._copy(plain, each.size // 2, plain.start, end, plain.used, plain.wanted)
-        yield from self._copies(plain, each.size, forward, backward)
+        for index in forward:
+            until = max([index, *backward]) - self._first
+            at = index - self._first
+            yield self._copy(plain, each.size, at, until, at, plain.wanted)
         if not forward:
             for index in backward:
                 at = index - self._first
