@@ -69,7 +69,8 @@ function become(old, fresh) {
   const next = () => (last ? last.nextSibling : old.firstChild);
   for (const child of [...fresh.childNodes]) {
     let same = next();
-    while (same && !(same.nodeName === child.nodeName && same.id === child.id)) same = same.nextSibling;
+    if (child.id) while (same && same.id !== child.id) same = same.nextSibling;
+    else if (same && (same.nodeName !== child.nodeName || same.id)) same = null;
     if (!same) {
       old.insertBefore(child, next());
       last = child;
@@ -147,7 +148,7 @@ class Search {
   }
 
   state(found) {
-    const shown = byId("state");
+    const [shown, focused] = [byId("state"), document.activeElement];
     shown.className = `state ${found.state}`;
     shown.textContent = found.state + (found.waits_for ? `: waits for ${found.waits_for}` : "");
     byId("error").textContent = found.error ? found.error.message : "";
@@ -156,7 +157,7 @@ class Search {
     document.querySelector('[data-order="cancel"]').hidden = found.ended !== null;
     const resumable = found.state === "failed" || found.state === "cancelled";
     document.querySelector('[data-order="resume"]').hidden = !resumable;
-    if (document.activeElement.hidden) shown.focus();
+    if (focused.hidden) shown.focus();
   }
 
   /* Shows the last lines of a script, and follows them unless the reader has scrolled up. */

@@ -65,14 +65,14 @@ def add_pages(app: FastAPI, store: Store, queue: Queue, gpus: Gpus) -> None:
             until=datetime.combine(until, time.max, UTC) if until else None,
         )
         active, look = queue.active(MOST), gpus.look()
-        asked = {"script": script, "state": state, "until": until, "whose": whose}
-        given = {name: str(value) for name, value in asked.items() if value}
+        wanted = {"script": script, "state": state, "until": until, "whose": whose}
+        given = {name: str(value) for name, value in wanted.items() if value}
         older = urlencode({**given, "before": found[PAGE - 1].id}) if len(found) > PAGE else ""
         return page(
             request,
             "index.html",
             searches=[_row(each) for each in found[:PAGE]],
-            asked=asked,
+            wanted=wanted,
             given=given,
             before=before,
             older=older,

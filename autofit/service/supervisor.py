@@ -283,16 +283,17 @@ def main() -> None:
 
 def _supervise(supervisor: Supervisor, words: IO[str]) -> None:
     """Supervise until Ray ends; write a line at each step."""
-    looked, alive, loads = -math.inf, [], nodes.Loads()
+    looked, loads = -math.inf, nodes.Loads()
+    alive: list[Node] = []
     while True:
         if time.monotonic() - looked > LOOK:
-            alive = to_json(loads.read(nodes.look().values()))
+            alive = loads.read(nodes.look().values())
             looked = time.monotonic()
         try:
             said = supervisor.step()
         except StorageError as error:  # the next round tries again
             said = str(error)
-        words.write(json.dumps({"nodes": alive, "said": said}) + "\n")
+        words.write(json.dumps({"nodes": to_json(alive), "said": said}) + "\n")
         time.sleep(POLL)
 
 

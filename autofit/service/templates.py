@@ -23,7 +23,7 @@ def page(request: Request, name: str, code: int = 200, **values: object) -> HTML
     text = (
         _environment()
         .get_template(name)
-        .render(user=user, leaves=bool(user) and COOKIE in request.cookies, code=code, **values)
+        .render(user=user, signed_in=bool(user) and COOKIE in request.cookies, code=code, **values)
     )
     return HTMLResponse(text, code, headers=_HEADERS)
 

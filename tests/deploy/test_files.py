@@ -296,7 +296,7 @@ def test_a_trial_in_the_container_may_have_its_overlays(deploy: Path) -> None:
     assert options["apparmor"] == "unconfined", "Docker's own profile denies mount"
 
 
-# --- the image: not built here, there is no Docker --------------------------------------------
+# --- the image: CI does not build it, there is no Docker ---------------------------------------
 
 
 def test_the_image_is_written_as_it_should_be(root: Path, deploy: Path) -> None:

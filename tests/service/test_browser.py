@@ -153,7 +153,7 @@ def test_by_keyboard_alone(service: Running, folder: Path, tmp_path: Path) -> No
         assert browser.run("document.activeElement.id") == "state", "its button has gone"
         browser.tab_to("[data-order=resume]")
         browser.press("Enter")
-        browser.wait("document.getElementById('state').textContent.startsWith('queued')")
+        browser.wait("document.getElementById('state')?.textContent.startsWith('queued')")
         search = claimed(service)
         told = [*measure(service, search), NewOutput(slot=0, text="loss 3.2\nloss 2.9")]
         service.queue.tell(search, [messages.notice_to_json(notice) for notice in told])

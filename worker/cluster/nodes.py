@@ -101,10 +101,10 @@ class Loads:
         kept = {node: actor for node, actor in self._actors.items() if node in found}
         new = {node: _reader(node) for node in found.keys() - kept if found[node].gpus}
         self._actors = kept | new
-        asked = {actor.read.remote(): node for node, actor in self._actors.items()}
-        answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=1.0) if asked else ([], [])
+        calls = {actor.read.remote(): node for node, actor in self._actors.items()}
+        answered, _ = ray.wait([*calls], num_returns=len(calls), timeout=1.0) if calls else ([], [])
         for each in answered:
-            node = asked[each]
+            node = calls[each]
             try:
                 found[node] = replace(found[node], loads=ray.get(each))
             except ray.exceptions.RayError:  # the machine has gone, or its Ray was started again
