@@ -34,9 +34,9 @@ from autofit.cli import cli
 from autofit.cli.techniques import clashing, matrix
 from autofit.export import FORMATS, expressed
 from autofit.facts import Facts, Hardware, RootFacts
-from autofit.inspection.cards import Card
+from autofit.inspection.card_fits import CardFit, FittingPlan
 from autofit.inspection.explanation import Explanation
-from autofit.inspection.fitting import CardFit, Fit, FittingPlan
+from autofit.inspection.fitting import Fit
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
 from autofit.resilience import ActivePlan, Retry
@@ -444,7 +444,7 @@ def python() -> str:
         told += ["", *function(f"autofit.resilient.{name}", member, level=3)]
     for cls in (autofit.Study, autofit.Plan, ActivePlan, Store, Explanation, Fit):
         told += ["", *members(cls)]
-    for record in (Result, Point, Script, Retry, Technique, Card, CardFit, FittingPlan):
+    for record in (Result, Point, Script, Retry, Technique, CardFit, FittingPlan):
         told += ["", *dataclass(record)]
     told += ["", "## Exceptions", "", "Module `autofit.exceptions`.", ""]
     told += table(

@@ -1,10 +1,13 @@
 """Compares the peaks that ``autofit fit`` predicts with peaks that were measured on an H200.
 
-    python benchmarks/fit.py --work bert        # predict; needs no GPU
-    python benchmarks/fit.py --table            # print the table of results/fit.md
+    python benchmarks/fit.py --work bert        # predict a work and its plans; needs no GPU
+    python benchmarks/fit.py --table            # print the tables of results/fit.md
     python benchmarks/fit.py --order            # compare the order of plans with recorded grids
 
-The measured figures are those of ``results/grid.md``, of torch 2.11.
+``results/fit.json`` has a row for each command: its script and arguments, the bytes that were
+measured with ``works/first_steps.py``, and those that were predicted. A row with ``plan`` is a
+change by hand of the work ``of``. It is predicted twice: the changed script is followed, and the
+plan is computed from the work as it is.
 """
 
 from __future__ import annotations
@@ -13,100 +16,93 @@ import argparse
 import csv
 import itertools
 import json
+import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-import autofit
 from autofit import Plan
 from autofit.facts import Facts, RootFacts
 from autofit.inspection.cards import model_named
+from autofit.inspection.fitting import INSPECTION
+from autofit.inspection.launches import Target, inspect
+from autofit.inspection.prediction import Predictor, beside_bytes
 from autofit.inspection.roofline import relative_time
-from autofit.worker.records.inspection import Work
+from autofit.worker.records.inspection import Inspected, Work
+from autofit.worker.records.trials import Script
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 STORE = RESULTS / "fit.json"
 GIB = 1 << 30
-BERT = ("text_classifier_trainer.py", "--preset", "bert-large", "--steps", "400")
-VIT = ("image_classifier.py", "--preset", "large", "--epochs", "100")
-DECODER = ("decoder_lm.py", "--preset", "1.1b", "--steps", "200")
-FUSED = "--precision bf16 --optimizer fused"
-WORKS: dict[str, tuple[tuple[str, ...], str, tuple[float, float, float] | None]] = {
-    "bert": (BERT, "", (28.3, 28.6, 29.3)),
-    "bert, bf16": (BERT, FUSED, (19.8, 20.1, 20.9)),
-    "bert, bf16, micro 8": (BERT, f"{FUSED} --micro-batch 8", (9.5, 9.7, 10.4)),
-    "bert, bf16, checkpointing": (BERT, f"{FUSED} --checkpointing", (6.3, 6.7, 7.5)),
-    "decoder": (DECODER, "", None),
-    "decoder, bf16": (DECODER, FUSED, (98.9, 107.0, 107.7)),
-    "decoder, bf16, micro 8": (DECODER, f"{FUSED} --micro-batch 8", (60.7, 62.4, 63.1)),
-    "vit": (VIT, "", (22.5, 22.8, 23.5)),
-    "vit, bf16": (VIT, FUSED, (14.8, 15.8, 16.5)),
-    "vit, bf16, checkpointing": (VIT, f"{FUSED} --checkpointing", (5.5, 6.5, 7.2)),
-}
-"""Script, its arguments, and GiB that were allocated, reserved, and occupied on the device.
-
-``None``: it ran out of memory.
-"""
+WAYS = {"followed": "the changed script, followed", "as_plan": "the plan, computed"}
 GRIDS = {
-    "bert": (BERT, "bert32.csv", 24),
-    "decoder": (DECODER, "llama16.csv", 22),
-    "vit": (VIT, "vit64.csv", 24),
+    "bert": ("bert32.csv", 24),
+    "decoder": ("llama16.csv", 22),
+    "vit": ("vit64.csv", 24),
 }
-"""Script, grid, and its number of blocks."""
+"""Grid, and its number of blocks."""
 LEVELS = ("precision", "weights", "checkpointing", "optimizer", "compile")
+Rows = dict[str, dict[str, Any]]
 
 
-def predict(name: str) -> None:
-    """Predict a work, and store the figures in GiB."""
-    (script, *args), flags, _ = WORKS[name]
-    found = autofit.fit(ROOT / "examples" / script, [*args, *flags.split()], gpu="H200")
-    plain = found.inspected.plain
-    assert plain is not None, found.stopped
-    stored = read()
-    sizes = (plain.allocated, plain.reserved, plain.device)
-    stored["peaks"][name] = [round(size / GIB, 2) for size in sizes]
-    if (work := found.inspected.work) is not None and not flags:
-        figures = (work.products, work.half_products, work.traffic, work.launches)
-        stored["work"][name] = list(figures)
-    STORE.write_text(json.dumps(stored, indent=1) + "\n")
+def predict(rows: Rows, name: str, cases: Path) -> None:
+    """Follow a work on a fake H200, and note its peaks and those of its plans."""
+    row = rows[name]
+    folder = ROOT if (ROOT / row["script"]).exists() else cases
+    arguments = tuple(row["arguments"].split())
+    script = Script(target=row["script"], args=arguments, cwd=os.fspath(folder))
+    outcome = inspect(Target.on(script, gpu="H200"), Plan(), INSPECTION)
+    assert outcome.inspected is not None, outcome.stopped
+    note(rows, name, outcome.inspected, outcome.facts)
 
 
-def read() -> dict[str, dict[str, list[float]]]:
-    """Return the stored predictions."""
-    return json.loads(STORE.read_text()) if STORE.is_file() else {"peaks": {}, "work": {}}
+def note(rows: Rows, name: str, inspected: Inspected, facts: Facts) -> None:
+    """Note the predicted peaks of a work and of the plans that start from it."""
+    plain, timeline, work = inspected.plain, inspected.timeline, inspected.work
+    assert plain is not None
+    assert timeline is not None
+    assert work is not None
+    rows[name]["followed"] = [plain.allocated, plain.device]
+    rows[name]["work"] = [work.products, work.half_products, work.traffic, work.launches]
+    predictor = Predictor(timeline, facts)
+    for row in rows.values():
+        if row.get("of") == name:
+            tensors = round(predictor.peak(Plan.of(row["plan"])))
+            row["as_plan"] = [tensors, tensors + sum(beside_bytes(tensors, plain).values())]
 
 
-def table() -> Iterator[str]:
-    """Yield the table of predicted and measured peaks."""
+def table(rows: Rows, way: str) -> Iterator[str]:
+    """Yield the table of peaks that were predicted in one way, and measured. Sizes are GiB."""
     yield "| work | allocated: predicted, measured | error | device: predicted, measured | error |"
     yield "|---|---|---|---|---|"
-    errors: list[tuple[float, float]] = []
-    for name, (allocated, _, device) in read()["peaks"].items():
-        _, _, measured = WORKS[name]
-        if measured is None:
-            yield f"| {name} | {allocated:.1f}, out of memory | | {device:.1f}, out of memory | |"
+    errors: list[tuple[float, ...]] = []
+    for name, row in rows.items():
+        if way not in row or "measured" not in row:
             continue
-        off = allocated / measured[0] - 1, device / measured[2] - 1
+        measured = row["measured"][0], row["measured"][2]
+        off = tuple(a / b - 1 for a, b in zip(row[way], measured, strict=True))
         errors.append(off)
-        yield (
-            f"| {name} | {allocated:.1f}, {measured[0]:.1f} | {off[0]:+.1%}"
-            f" | {device:.1f}, {measured[2]:.1f} | {off[1]:+.1%} |"
-        )
+        cells = [
+            f"{a / GIB:.1f}, {b / GIB:.1f} | {error:+.1%}"
+            for a, b, error in zip(row[way], measured, off, strict=True)
+        ]
+        yield f"| {name} | {' | '.join(cells)} |"
     medians = [statistics.median(abs(each[column]) for each in errors) for column in (0, 1)]
-    yield f"| median of the amounts | | {medians[0]:.1%} | | {medians[1]:.1%} |"
+    yield f"| median of {len(errors)} amounts | | {medians[0]:.1%} | | {medians[1]:.1%} |"
 
 
-def order(name: str) -> float:
+def order(rows: Rows, name: str) -> float:
     """Return Kendall's tau of the predicted and the measured order of a grid's plans."""
-    _, file, blocks = GRIDS[name]
-    products, half, traffic, launches = read()["work"][name]
+    file, blocks = GRIDS[name]
+    products, half, traffic, launches = rows[name]["work"]
     work = Work(products=products, half_products=half, traffic=traffic, launches=round(launches))
     with (RESULTS / "grids" / file).open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row["samples_per_second"]]
-    batch = max(int(row["micro_batch"]) for row in rows)
+        grid = [row for row in csv.DictReader(lines) if row["samples_per_second"]]
+    batch = max(int(row["micro_batch"]) for row in grid)
     root = RootFacts(
         name="",
         parameters=1,
@@ -117,7 +113,7 @@ def order(name: str) -> float:
         blocks=blocks,
     )
     points = []
-    for row in rows:
+    for row in grid:
         levels = {each: row[each] for each in LEVELS if row[each] != "as_is"}
         if int(row["micro_batch"]) < batch:
             levels["micro_batch"] = row["micro_batch"]
@@ -129,19 +125,25 @@ def order(name: str) -> float:
 
 def main() -> None:
     """Run what the command line asks for."""
+    rows: Rows = json.loads(STORE.read_text())
     parser = argparse.ArgumentParser()
-    parser.add_argument("--work", nargs="*", choices=WORKS, default=[])
+    parser.add_argument("--work", nargs="*", choices=rows, default=[])
+    parser.add_argument(
+        "--cases", type=Path, default=ROOT, help="folder of scripts that are not part of this one"
+    )
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--order", action="store_true")
     options = parser.parse_args()
     for name in options.work:
-        predict(name)
+        predict(rows, name, options.cases)
+        STORE.write_text(json.dumps(rows, indent=1) + "\n")
     if options.table:
-        click.echo("\n".join(table()))
+        for way, told in WAYS.items():
+            click.echo("\n".join((f"\n{told}:\n", *table(rows, way))))
     if options.order:
         for name in GRIDS:
-            if name in read()["work"]:
-                click.echo(f"{name}: tau {order(name):.2f}")
+            if "work" in rows[name]:
+                click.echo(f"{name}: tau {order(rows, name):.2f}")
 
 
 if __name__ == "__main__":

@@ -284,6 +284,7 @@ def fit(
     cwd: str | os.PathLike[str] | None = None,
     gpu: str | None = None,
     memory: int | str | None = None,
+    flops: int | None = None,
     quiet: bool = False,
 ) -> Fit:
     """Predict which GPUs a script fits and under which plan, on a machine that needs no GPU.
@@ -301,6 +302,8 @@ def fit(
         cwd: As for ``search``.
         gpu: Names of cards, separated by commas; by default all that are known.
         memory: Budget in bytes or as ``"24GiB"``; by default each card's memory less 5 %.
+        flops: TFLOP/s in bfloat16 of a card that is not in the table, beside its ``memory``; by
+            default those of an H100.
         quiet: Show no progress.
 
     Raises:

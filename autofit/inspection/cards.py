@@ -1,15 +1,14 @@
-"""Common GPUs: their memory and capability, and which of them a script would fit."""
+"""Common GPUs: their memory, speed and capability."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autofit.exceptions import UsageError
 from autofit.facts import Hardware
-from autofit.plan import Plan
 from autofit.suggestions import did_you_mean
+from autofit.worker.meter.kinds import cuda
 
 GIB = 1 << 30
 FREE = 0.95
@@ -37,33 +36,48 @@ class GpuModel:
     half: float
     """TFLOP/s of products in bfloat16, or in float16 if it has none."""
     capability: tuple[int, int]
+    multiprocessors: int
 
     @property
     def hardware(self) -> Hardware:
         """Return the card as a process would find it."""
         return Hardware(
-            device="cuda",
+            device=cuda.KIND.name,
             name=f"NVIDIA {self.name}",
             total_bytes=int(self.memory * GIB),
             capability=self.capability,
+            multiprocessors=self.multiprocessors,
+        )
+
+    def other(self, size: int, *, half: float) -> GpuModel:
+        """Return a card of ``size`` bytes and another speed, whose rates relate as those here."""
+        faster = half / self.half
+        return replace(
+            self,
+            name="other card",
+            memory=size / GIB,
+            bandwidth=faster * self.bandwidth,
+            float32=faster * self.float32,
+            tf32=faster * self.tf32,
+            half=half,
         )
 
 
 MODELS = (
-    GpuModel("RTX 3060", 11.6, 360, 12.7, 12.7, 25.5, (8, 6)),
-    GpuModel("T4", 14.5, 320, 8.1, 8.1, 65, (7, 5)),
-    GpuModel("V100-16GB", 15.8, 900, 15.7, 15.7, 125, (7, 0)),
-    GpuModel("L4", 21.9, 300, 30.3, 60, 121, (8, 9)),
-    GpuModel("A10", 21.9, 600, 31.2, 62.5, 125, (8, 6)),
-    GpuModel("RTX 3090", 23.5, 936, 35.6, 35.6, 71, (8, 6)),
-    GpuModel("RTX 4090", 23.5, 1008, 82.6, 82.6, 165, (8, 9)),
-    GpuModel("RTX 5090", 31.3, 1792, 105, 105, 210, (12, 0)),
-    GpuModel("A100-40GB", 39.3, 1555, 19.5, 156, 312, (8, 0)),
-    GpuModel("L40S", 44.3, 864, 91.6, 183, 362, (8, 9)),
-    GpuModel("A100-80GB", 79.1, 2039, 19.5, 156, 312, (8, 0)),
-    GpuModel("H100", 79.1, 3350, 67, 495, 989, (9, 0)),
-    GpuModel("H200", 139.8, 4800, 67, 495, 989, (9, 0)),
-    GpuModel("B200", 178.3, 8000, 75, 1125, 2250, (10, 0)),
+    GpuModel("RTX 3060", 11.6, 360, 12.7, 12.7, 25.5, (8, 6), 28),
+    GpuModel("T4", 14.5, 320, 8.1, 8.1, 65, (7, 5), 40),
+    GpuModel("V100-16GB", 15.8, 900, 15.7, 15.7, 125, (7, 0), 80),
+    GpuModel("L4", 21.9, 300, 30.3, 60, 121, (8, 9), 58),
+    GpuModel("A10", 21.9, 600, 31.2, 62.5, 125, (8, 6), 72),
+    GpuModel("RTX 3090", 23.5, 936, 35.6, 35.6, 71, (8, 6), 82),
+    GpuModel("RTX 4090", 23.5, 1008, 82.6, 82.6, 165, (8, 9), 128),
+    GpuModel("RTX 5090", 31.3, 1792, 105, 105, 210, (12, 0), 170),
+    GpuModel("A100-40GB", 39.3, 1555, 19.5, 156, 312, (8, 0), 108),
+    GpuModel("L40S", 44.3, 864, 91.6, 183, 362, (8, 9), 142),
+    GpuModel("A100-80GB", 79.1, 2039, 19.5, 156, 312, (8, 0), 108),
+    GpuModel("H100", 79.1, 3350, 67, 495, 989, (9, 0), 132),
+    GpuModel("H200", 139.8, 4800, 67, 495, 989, (9, 0), 132),
+    GpuModel("B200", 178.3, 8000, 75, 1125, 2250, (10, 0), 148),
 )
 """The smallest memory first."""
 
@@ -91,40 +105,3 @@ def models_named(names: str | None) -> tuple[GpuModel, ...]:
 
 def _letters(name: str) -> str:
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """A GPU, and the plan under which the script fits it."""
-
-    name: str
-    size: int
-    """Bytes of its memory."""
-    plan: Plan | None
-    """The predicted fastest plan that fits, at most rounding; ``None`` if none was found."""
-
-
-def cards(
-    candidates: Iterable[tuple[Plan, float]], needed: Callable[[Plan], float]
-) -> tuple[Card, ...]:
-    """Return each card with the fastest plan that fits it.
-
-    Args:
-        candidates: Plans and their step times relative to the script as it is.
-        needed: Returns the bytes that a process occupies on the device under a plan.
-    """
-    fastest = [plan for plan, _ in sorted(candidates, key=lambda each: each[1])]
-    peaks: dict[Plan, float] = {}
-
-    def fits(plan: Plan, size: int) -> bool:
-        if plan not in peaks:
-            peaks[plan] = needed(plan)
-        return peaks[plan] <= size * FREE
-
-    found = []
-    for model in MODELS:
-        size = model.hardware.total_bytes
-        plans = (Plan(), *fastest)  # a plan is of interest where the script does not fit as it is
-        plan = next((each for each in plans if fits(each, size)), None)
-        found.append(Card(name=model.name, size=size, plan=plan))
-    return tuple(found)

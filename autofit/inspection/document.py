@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from autofit.inspection.card_fits import FittingPlan, sizes_by_kind
 from autofit.inspection.check import Check
-from autofit.inspection.explanation import Explanation, sizes_by_kind
-from autofit.inspection.fitting import Fit, FittingPlan
+from autofit.inspection.explanation import Explanation
+from autofit.inspection.fitting import Fit
 from autofit.inspection.techniques import Technique
 from autofit.worker.records.inspection import Growth, Kind, Part
 from autofit.worker.records.places import Place
@@ -42,7 +43,7 @@ def explanation_document(found: Explanation) -> dict[str, Any]:
             {
                 "name": card.name,
                 "total_bytes": card.size,
-                "plan": None if card.plan is None else card.plan.levels,
+                "plan": None if card.advised is None else card.advised.levels,
             }
             for card in found.cards
         ],
@@ -71,6 +72,7 @@ def fit_document(found: Fit) -> dict[str, Any]:
         "peak_reserved_bytes": plain.reserved if plain else None,
         "kinds": _kinds(found.by_kind),
         "stopped": found.stopped or None,
+        "tries_kernels": found.inspected.tries_kernels,
         "cards": [
             {
                 "name": card.name,

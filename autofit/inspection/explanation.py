@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,12 @@ from autofit import strategies
 from autofit.exceptions import StorageError, UsageError
 from autofit.facts import Facts, Hardware
 from autofit.inspection import techniques
-from autofit.inspection.cards import Card, cards
+from autofit.inspection.card_fits import CardFit, CardFits, sizes_by_kind
+from autofit.inspection.cards import MODELS
 from autofit.inspection.launches import Outcome, Target, inspect, leaner_plans, whole
 from autofit.inspection.options import ExplainOptions
-from autofit.inspection.prediction import Predictor, device_bytes
 from autofit.inspection.techniques import Technique
 from autofit.plan import Plan
-from autofit.space.order import expected
 from autofit.storage import Store
 from autofit.strategies import AUTO, Number
 from autofit.worker.records.inspection import (
@@ -27,7 +26,6 @@ from autofit.worker.records.inspection import (
     Kind,
     Moment,
     Part,
-    Timeline,
 )
 from autofit.worker.records.trials import OutOfMemory, Script
 
@@ -54,8 +52,8 @@ class Explanation:
     """What held the memory then."""
     techniques: tuple[Technique, ...]
     """Those that free memory, the most first; empty if the script does not fit."""
-    cards: tuple[Card, ...]
-    """Common GPUs and the plan under which the script fits each; empty if it does not fit here."""
+    cards: tuple[CardFit, ...]
+    """How the script fits common GPUs; empty if it does not fit here."""
     follows_leaks: bool
     """Whether enough steps were followed to see growth."""
 
@@ -111,12 +109,13 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
     if options.snapshot is not None and outcome.inspected.snapshot is not None:
         Path(options.snapshot).write_bytes(outcome.inspected.snapshot)
     found: tuple[Technique, ...] = ()
-    fitting: tuple[Card, ...] = ()
+    fitting: tuple[CardFit, ...] = ()
     timeline = outcome.inspected.timeline
     if as_it_is.fits and timeline is not None:
         measured = _measured(options, target)
         found = techniques.techniques(timeline, outcome.facts, target.hardware, measured)
-        fitting = _cards(timeline, outcome, target.hardware)
+        fits = CardFits(outcome, cuda=not target.hardware.on_host)
+        fitting = tuple(fits.on(model) for model in MODELS)
     return Explanation(
         script=options.script,
         hardware=target.hardware,
@@ -132,14 +131,6 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
     )
 
 
-def sizes_by_kind(parts: Iterable[Part]) -> dict[Kind, int]:
-    """Return the bytes of parts by kind, in the order of ``Kind``."""
-    sizes = dict.fromkeys(Kind, 0)
-    for part in parts:
-        sizes[part.kind] += part.size
-    return {kind: size for kind, size in sizes.items() if size}
-
-
 def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
     """Return what the process held beside tensors: the allocator's cache and the CUDA context."""
     plain = inspected.plain
@@ -153,7 +144,7 @@ def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
 
 
 def _check_snapshot(hardware: Hardware, path: Path) -> None:
-    if hardware.device != "cuda":
+    if hardware.on_host:
         raise UsageError(
             f"--snapshot {path}: PyTorch records memory snapshots of GPUs only; this machine has"
             " none, so leave it out"
@@ -182,24 +173,3 @@ def _measured(options: ExplainOptions, target: Target) -> techniques.Measured:
     with suppress(StorageError), Store(options.storage, create=False) as store:
         return techniques.stored(store, options.script, target.hardware)
     return {}
-
-
-def _cards(timeline: Timeline, outcome: Outcome, hardware: Hardware) -> tuple[Card, ...]:
-    inspected, facts = outcome.inspected, outcome.facts
-    assert inspected is not None, "the script fits"
-    plain = inspected.plain
-    predictor = Predictor(timeline, facts)
-
-    def needed(plan: Plan) -> float:
-        return device_bytes(
-            predictor.peak(plan),
-            allocated=plain.allocated if plain else 0,
-            reserved=plain.reserved if plain else 0,
-            context=plain.device - plain.reserved if plain else 0,
-            cuda=hardware.device == "cuda" and plain is not None,
-        )
-
-    candidates = [
-        (plan, expected(plan, facts)) for plan in techniques.combinations(facts, hardware)
-    ]
-    return cards(candidates, needed)

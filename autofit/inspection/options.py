@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from autofit.worker.records.trials import Script
 
 
+GPU = flag(
+    "Predict it for a card that is not here, such as H100; `fit` takes several, by commas.",
+    Kind.TEXT,
+    "NAME",
+)
+"""The option ``--gpu``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainOptions:
     """The options of ``autofit.explain``."""
@@ -26,10 +34,7 @@ class ExplainOptions:
         ),
     )
     """Bytes; ``None`` for what the device has free, less a headroom."""
-    gpu: str | None = field(
-        default=None,
-        metadata=flag("Predict it for a card that is not here, such as H100.", Kind.TEXT, "NAME"),
-    )
+    gpu: str | None = field(default=None, metadata=GPU)
     leak: bool = field(
         default=False,
         metadata=flag("Follow eight steps, and name the lines that keep tensors.", Kind.SWITCH),
@@ -53,12 +58,8 @@ class FitOptions:
     """The options of ``autofit.fit``."""
 
     script: Script
-    gpu: str | None = field(
-        default=None,
-        metadata=flag(
-            'Cards, such as "RTX 4090,A100-40GB" (default: all that are known).', Kind.TEXT, "NAMES"
-        ),
-    )
+    gpu: str | None = field(default=None, metadata=GPU)
+    """Names of cards; ``None`` for all that are known."""
     memory: int | None = field(
         default=None,
         metadata=flag(
@@ -68,6 +69,14 @@ class FitOptions:
         ),
     )
     """Bytes."""
+    flops: int | None = field(
+        default=None,
+        metadata=flag(
+            "With --memory, for a card that autofit does not know: its TFLOP/s in bfloat16.",
+            Kind.COUNT,
+            "TFLOPS",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +93,7 @@ class CheckOptions:
         )
     )
     """Bytes."""
-    gpu: str | None = field(
-        default=None,
-        metadata=flag("Predict it for a card that is not here, such as H100.", Kind.TEXT, "NAME"),
-    )
+    gpu: str | None = field(default=None, metadata=GPU)
     junit: str | None = field(
         default=None,
         metadata=flag("Write the result as JUnit XML to this file.", Kind.TEXT, "FILE"),

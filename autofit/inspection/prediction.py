@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from autofit import strategies
+from autofit.exceptions import Refused
 from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.space.static_memory import CONTEXT, remaining_share, total_bytes
 from autofit.strategies import AS_IS, Memory, Number
 from autofit.strategies.support.block_levels import ALL, count
-from autofit.worker.records.inspection import Kind, Timeline
+from autofit.worker.records.inspection import Kind, PlainSteps, Timeline
 
 SCALAR = 8
 """Bytes of a number, such as a loss that the model returns."""
@@ -48,6 +49,14 @@ class Predictor:
             return float(max(self._step.timeline.peaks))
         return _Replay(plan, self._step, self._facts).run().peak()
 
+    def applies(self, plan: Plan) -> bool:
+        """Return whether the tensors of the step show nothing that rules ``plan`` out."""
+        try:
+            self.peak(plan)
+        except Refused:
+            return False
+        return True
+
     def kinds(self, plan: Plan) -> dict[str, int]:
         """Return the bytes of tensors at the peak under ``plan``, by kind of memory."""
         return _Replay(plan, self._step, self._facts).run().kinds()
@@ -63,19 +72,19 @@ def predictable(plan: Plan, facts: Facts, *, cuda: bool) -> bool:
     return all(strategy.replays for strategy, _ in plan)
 
 
-def device_bytes(peak: float, *, allocated: int, reserved: int, context: int, cuda: bool) -> float:
-    """Return the bytes that a process with this peak of tensors occupies on a GPU.
+def beside_bytes(tensors: int, plain: PlainSteps | None) -> dict[str, int]:
+    """Return what a process with these bytes of tensors holds beside them on a GPU, by kind.
 
     Args:
-        peak: Bytes of tensors.
-        allocated: The peak of tensors in the script as it is.
-        reserved: What torch's allocator held at that peak.
-        context: Bytes beside the allocator.
-        cuda: Whether the figures come from a GPU. Otherwise those of a typical GPU are assumed.
+        tensors: Bytes at the peak.
+        plain: The script as it is on a GPU. Without it, a typical GPU is assumed.
     """
-    if not cuda:
-        return float(total_bytes(peak, 1.0, CONTEXT))
-    return peak * max(1.0, reserved / max(1, allocated)) + context
+    if plain is None:
+        whole, context = total_bytes(tensors, 1.0, 0.0), CONTEXT
+    else:
+        whole = tensors * max(1.0, plain.reserved / max(1, plain.allocated))
+        context = plain.device - plain.reserved
+    return {str(Kind.CACHE): round(whole) - tensors, str(Kind.CONTEXT): round(context)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,14 @@ class _Lives:
     returned: npt.NDArray[np.bool_]
     wide: npt.NDArray[np.bool_]
     quantized: npt.NDArray[np.bool_]
+    of_weight: npt.NDArray[np.bool_]
     moving: npt.NDArray[np.bool_]
-    """Made in forward or backward by this step, and no gradient: grows with the batch."""
+    """Made in forward or backward by this step, and no gradient."""
+
+    @property
+    def growing(self) -> npt.NDArray[np.bool_]:
+        """Those that grow with the batch."""
+        return self.moving & ~self.of_weight
 
     def where(self, mask: Any, **changed: Any) -> _Lives:
         """Return the lives with columns changed where ``mask`` holds."""
@@ -107,10 +122,11 @@ class _Lives:
         """Return the lives for which ``mask`` holds."""
         return _Lives(*(getattr(self, name)[mask] for name in self.__slots__))
 
-    def also(self, other: _Lives) -> _Lives:
-        """Return the lives of both."""
+    def also(self, *others: _Lives) -> _Lives:
+        """Return the lives of all."""
         columns = (
-            np.concatenate([getattr(self, name), getattr(other, name)]) for name in self.__slots__
+            np.concatenate([getattr(each, name) for each in (self, *others)])
+            for name in self.__slots__
         )
         return _Lives(*columns)
 
@@ -149,7 +165,8 @@ def _made(size: Any, start: Any, end: Any) -> _Lives:
     start, end = np.asarray(start, float), np.asarray(end, float)
     block = np.full(number, -1, dtype=np.int64)
     kind = np.full(number, "", dtype="<U16")
-    return _Lives(np.asarray(size, float), start, end, start, end, kind, block, no, no, no, no, no)
+    flags = (no,) * 6
+    return _Lives(np.asarray(size, float), start, end, start, end, kind, block, *flags)
 
 
 class _Step:
@@ -176,7 +193,7 @@ class _Step:
         block = np.array(columns[6], dtype=np.int64)
         flags = [np.array(each, dtype=bool) for each in columns[7:]]
         phase = self._phases[start.astype(int)]
-        of_block, returned, wide, quantized = flags
+        of_block, returned, wide, quantized, of_weight = flags
         return _Lives(
             size=size,
             start=start,
@@ -189,6 +206,7 @@ class _Step:
             returned=returned,
             wide=wide,
             quantized=quantized,
+            of_weight=of_weight,
             moving=(kind == "") & (phase > 0),
         )
 
@@ -232,7 +250,7 @@ class _Replay:
         self._timeline = timeline
         self.facts = facts
         self._last = step.last
-        self._batch_share = self._share_of_batch()
+        self._batch_share = plan.samples(facts.batch) / facts.batch if facts.batch else 1.0
         self._chunk_share = self._share_of_chunk()
         self.forward = min(timeline.forward, default=0)
         self.backward = min(timeline.backward, default=self._last)
@@ -257,6 +275,12 @@ class _Replay:
     def share(self) -> float:
         """The share of a call's samples that runs at once."""
         return self._chunk_share * self._batch_share
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the model returns a number, such as a loss."""
+        plain = self.plain
+        return bool((plain.returned & plain.moving & (plain.size <= SCALAR)).any())
 
     @property
     def tokens(self) -> int:
@@ -293,11 +317,7 @@ class _Replay:
                 continue
             if Memory.ACTIVATIONS in strategy.lowered(level):
                 share *= strategy.expected_share(level, self.facts)
-        return lives.where(lives.moving, size=lives.size * share)
-
-    def _share_of_batch(self) -> float:
-        batch = self.facts.batch
-        return self._plan.samples(batch) / batch if batch else 1.0
+        return lives.where(lives.growing, size=lives.size * share)
 
     def _share_of_chunk(self) -> float:
         """Return the share of a call's samples that runs at once."""
@@ -320,19 +340,18 @@ class _Replay:
         earlier = lives.end[(lives.kind == Kind.GRADIENTS) & (lives.end < self.backward)]
         begin = float(max(self.forward, earlier.max(initial=-1) + 1))  # after ``zero_grad``
         output = lives.returned & lives.moving
-        loss_inside = bool((output & (lives.size <= SCALAR)).any())
-        if loss_inside:
+        if self.returns_loss:
             large = output & (lives.size >= NOT_JOINED)
             lives = lives.where(
                 large, end=np.maximum(lives.start, np.minimum(lives.used, lives.end))
             )
             output = output & ~large
-        others = lives.size[output].sum() * (1.0 if loss_inside else 1 - share)
+        others = lives.size[output].sum() * (1.0 if self.returns_loss else 1 - share)
         joined = self.made([others], [self.forward], [self._backward_ends])
         new = self.made(lives.size[gradients], lives.start[gradients], lives.start[gradients])
-        if loss_inside:
+        if self.returns_loss:
             lives = lives.where(output, end=np.maximum(lives.end, self._backward_ends))
-        lives = lives.where(lives.moving, size=lives.size * share)
+        lives = lives.where(lives.growing, size=lives.size * share)
         lives = lives.where(gradients, start=np.minimum(lives.start, begin))
         return lives.also(joined).also(new)
 
@@ -343,19 +362,44 @@ class _Replay:
         if not number:
             share = strategies.counting(Number.BLOCKS).expected_share(level, self.facts)
             return lives.where(lives.moving, size=lives.size * share)
-        for block in range(number if level == ALL else count(level, number)):
-            lives = self._rerun(lives, block)
-        return lives
+        backward = self._backward_after(lives.start)
+        early = lives.moving & ~np.isin(lives.start, self._timeline.backward)
+        saved = early & (lives.wanted <= lives.end) & (lives.wanted >= backward)
+        rerun = lives.block < (number if level == ALL else count(level, number))
+        freed = saved & ~lives.of_block & rerun & (lives.block >= 0)
+        again = []
+        for block, begins in {*zip(lives.block[freed], backward[freed], strict=True)}:
+            own = (lives.block == block) & (backward == begins)
+            again.append(self._rerun(lives, early & own, freed & own, begins))
+        ended = np.maximum(lives.start, np.minimum(lives.used, lives.end))
+        return lives.where(freed, end=ended).also(*again)
 
-    def _rerun(self, lives: _Lives, block: int) -> _Lives:
-        own = lives.moving & (lives.block == block) & (lives.start < self.backward)
-        if not own.any():
-            return lives
+    def _backward_after(self, time: Array) -> Array:
+        """Return the first operation of the backward pass that follows; no later than the last.
+
+        A step has several passes if its calls accumulate gradients.
+        """
+        within = np.array(sorted(self._timeline.backward), float)
+        forward = np.array(sorted(self._timeline.forward), float)
+        if not len(within):
+            return np.full(len(time), float(self._last))
+        last_forward = np.concatenate([[-1.0], forward])[
+            np.searchsorted(forward, within, side="right")
+        ]
+        first = within[np.unique(last_forward, return_index=True)[1]]
+        at = np.searchsorted(first, time, side="right")
+        return np.concatenate([first, [first[-1]]])[at]
+
+    def _rerun(self, lives: _Lives, own: Any, freed: Any, backward: float) -> _Lives:
+        """Return what a block makes again.
+
+        Args:
+            lives: All of the step.
+            own: Those of the block's forward.
+            freed: Those of them that it makes again.
+            backward: The first operation of its backward pass.
+        """
         enters, leaves = lives.start[own].min(), lives.start[own].max()
-        saved = own & (lives.wanted <= lives.end) & (lives.wanted >= self.backward)
-        freed = saved & ~lives.of_block
-        if not freed.any():
-            return lives
         begins = lives.wanted[freed].min()
 
         def again(time: Array) -> Array:
@@ -366,10 +410,8 @@ class _Replay:
         workspace = lives.moving & (lives.block < 0) & (lives.start == lives.end)
         workspace &= (lives.start >= enters) & (lives.start <= leaves)
         back = lives.only(own | workspace)
-        kept = back.wanted >= self.backward
+        kept = back.wanted >= backward
         kept &= back.wanted <= back.end
         end = np.where(kept & ~back.of_block, back.end, again(np.minimum(back.end, back.used)))
         start = again(back.start)
-        back = replace(back, start=start, end=np.maximum(start, end), block=back.block * 0 - 1)
-        ended = np.maximum(lives.start, np.minimum(lives.used, lives.end))
-        return lives.where(freed, end=ended).also(back)
+        return replace(back, start=start, end=np.maximum(start, end), block=back.block * 0 - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,7 +13,7 @@ from autofit.inspection.prediction import Predictor, predictable
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.space.order import expected
-from autofit.storage import State, Store, TrialRecord, script_path
+from autofit.storage import State, Store, script_path
 from autofit.storage.records import StudyKey
 from autofit.strategies import Fidelity, Number, Strategy
 from autofit.strategies.support.block_levels import most_blocks
@@ -69,8 +69,9 @@ def techniques(
     predictor = Predictor(timeline, facts)
     as_it_is = predictor.peak(Plan())
     found = [
-        _technique(plan, predictor, facts, measured, as_it_is, cuda=hardware.device == "cuda")
+        _technique(plan, predictor, facts, measured, as_it_is, cuda=not hardware.on_host)
         for plan in single_plans(facts, hardware)
+        if predictor.applies(plan)
     ]
     useful = [each for each in found if each.freed > LEAST * as_it_is]
     return tuple(sorted(useful, key=lambda each: -each.freed))
@@ -128,12 +129,13 @@ def _levels(strategy: Strategy, offered: Sequence[str], facts: Facts) -> Sequenc
     return offered
 
 
-def combinations(facts: Facts, hardware: Hardware) -> Iterator[Plan]:
-    """Yield plans of up to ``MOST_LEVELS`` techniques that change no more than rounding."""
+def combinations(singles: Iterable[Plan], facts: Facts) -> Iterator[Plan]:
+    """Yield plans of up to ``MOST_LEVELS`` techniques that change no more than rounding.
+
+    ``singles``: plans with one technique.
+    """
     singles = [
-        plan
-        for plan in single_plans(facts, hardware)
-        if plan.fidelity(facts) <= Fidelity.ROUNDING and _lowers(plan)
+        plan for plan in singles if plan.fidelity(facts) <= Fidelity.ROUNDING and _lowers(plan)
     ]
     for number in range(1, MOST_LEVELS + 1):
         for chosen in itertools.combinations(singles, number):
@@ -159,16 +161,7 @@ def stored(store: Store, script: Script, hardware: Hardware) -> Measured:
         if (key.digest, key.args, key.gpu, key.gpus) != (own.digest, own.args, own.gpu, own.gpus):
             continue
         for trial in store.trials(study, state=State.FINISHED):
-            found |= _of_trial(trial, study.facts or Facts())
+            for each in trial.report.measurements if trial.report else ():
+                if not (plan := each.plan(trial.plan)).open:
+                    found[plan.whole(study.facts or Facts())] = each
     return found
-
-
-def _of_trial(trial: TrialRecord, facts: Facts) -> Measured:
-    """Return what a trial measured, by plan."""
-    if trial.report is None:
-        return {}
-    return {
-        each.plan(trial.plan).whole(facts): each
-        for each in trial.report.measurements
-        if not each.plan(trial.plan).open
-    }

@@ -191,7 +191,7 @@ def make_app(
         """Return the machines with GPUs, and who holds how many."""
         return held.look()
 
-    add_pages(app, queue, held)
+    add_pages(app, store, queue, held)
     return app
 
 

@@ -19,13 +19,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import IO, Any
 
 from autofit.exceptions import AutofitError, StorageError
 from autofit.service.runner import NAMESPACE, Runner
 from autofit.storage import Queue, Store
+from autofit.storage.convert import from_json, to_json
 from autofit.storage.engine import BUSY_SECONDS
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.detached_ray import DetachedRay
@@ -141,7 +142,7 @@ class Supervision:
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
             found = json.loads(line)
-            self._nodes = tuple(Node(**each) for each in found["nodes"])
+            self._nodes = from_json(found["nodes"], tuple[Node, ...])
             self._heard = time.monotonic()
             self._tell(found["said"])
 
@@ -282,10 +283,10 @@ def main() -> None:
 
 def _supervise(supervisor: Supervisor, words: IO[str]) -> None:
     """Supervise until Ray ends; write a line at each step."""
-    looked, alive = -math.inf, []
+    looked, alive, loads = -math.inf, [], nodes.Loads()
     while True:
         if time.monotonic() - looked > LOOK:
-            alive = [asdict(each) for each in nodes.look().values()]
+            alive = to_json(loads.read(nodes.look().values()))
             looked = time.monotonic()
         try:
             said = supervisor.step()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.table import Table
 
-from autofit.inspection.cards import Card
+from autofit.inspection.card_fits import CardFit, sizes_by_kind
 from autofit.inspection.check import Check, Grown
-from autofit.inspection.explanation import Explanation, sizes_by_kind
+from autofit.inspection.explanation import Explanation
 from autofit.inspection.techniques import Basis, Technique
 from autofit.units import format_size
 from autofit.view import words
@@ -231,14 +231,14 @@ def _legend(found: Explanation) -> Iterator[str]:
         yield "estimate: also from measurements of other scripts; `autofit search` measures it"
 
 
-def cards(found: Sequence[Card]) -> Table:
+def cards(found: Sequence[CardFit]) -> Table:
     """Return which cards the script fits; of those that it fits as it is, the two smallest."""
     made = table(("card", "memory", "fits, predicted"), right=("memory",))
-    whole = [card for card in found if card.plan is not None and card.plan.neutral]
+    whole = [card for card in found if card.as_it_is.margin >= 0]
     for card in found:
         if card in whole[2:]:
             continue
-        plan = "no plan found" if card.plan is None else str(card.plan)
+        plan = "no plan found" if card.advised is None else str(card.advised)
         add(made, card.name, format_size(card.size), plan)
     return made
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from autofit.inspection.fitting import Fit, FittingPlan
+from autofit.inspection.card_fits import FittingPlan
+from autofit.inspection.fitting import Fit
 from autofit.units import format_size
 from autofit.view import words
 from autofit.view.explanation import kinds
@@ -71,6 +72,11 @@ def notes(found: Fit) -> list[str]:
     for each in [each for each in found.guesses if each.decides][:MOST]:
         place = each.place.line if each.place else "a library"
         lines += [f"a guess decides the path at {place}: another path may need other memory"]
+    if found.inspected.tries_kernels:
+        lines += [
+            "torch.backends.cudnn.benchmark is on: cuDNN tries kernels, and the memory of those"
+            " trials is not predicted; it can be gigabytes"
+        ]
     if found.inspected.uncompiled:
         lines += ["the script compiles its model; the figures are those of the uncompiled model"]
     return lines

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autofit.exceptions import Refused
 from autofit.strategies.base import Memory, Replay
 from autofit.strategies.loss.chunks import tokens_in_chunk
 
@@ -16,8 +17,13 @@ CHUNKS_OF_LOGITS = 3
 
 
 def chunked(step: Replay) -> None:
-    """Replace the logits of ``step`` by chunks, and their gradients within forward."""
+    """Replace the logits of ``step`` by chunks, and their gradients within forward.
+
+    Raises ``Refused`` if the model does not return its loss.
+    """
     lives = step.lives
+    if not step.returns_loss:
+        raise Refused("the model does not compute its loss itself")
     logits = lives.wide & lives.moving
     classes = max((root.classes for root in step.facts.roots), default=0)
     if not logits.any() or not classes:

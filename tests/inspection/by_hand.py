@@ -6,10 +6,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from autofit.facts import Facts, Hardware, RootFacts
-from autofit.inspection.cards import Card
+from autofit.inspection.card_fits import CardFit, FittingPlan
 from autofit.inspection.check import Check, Grown
 from autofit.inspection.explanation import Explanation
-from autofit.inspection.fitting import CardFit, Fit, FittingPlan
+from autofit.inspection.fitting import Fit
 from autofit.inspection.techniques import Basis, Technique
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
@@ -99,21 +99,27 @@ def explanation() -> Explanation:
             )
             for basis in Basis
         ),
-        cards=(
-            Card(name="T4", size=14 * GIB, plan=bf16),
-            Card(name="L4", size=22 * GIB, plan=Plan()),
-        ),
+        cards=cards(),
         follows_leaks=True,
     )
 
 
-def fit() -> Fit:
-    """Return a fit on two cards, the smaller of which needs a change, with two guesses."""
-    told = explanation()
+def cards() -> tuple[CardFit, ...]:
+    """Return a card that the script fits with a change, and one that it does not fit."""
     whole = FittingPlan(
         plan=Plan(), peak=620 * MIB, kinds={"weights": 40 * MIB, "context": 580 * MIB}, margin=-MIB
     )
     bf16 = replace(whole, plan=Plan.of({"precision": "bf16"}), peak=600 * MIB, margin=19 * MIB)
+    sizes = {"size": 14 * GIB, "budget": 619 * MIB}
+    return (
+        CardFit(name="T4", as_it_is=whole, plan=bf16, fastest=(bf16.plan,), **sizes),
+        CardFit(name="V100", as_it_is=whole, plan=None, fastest=(), **sizes),
+    )
+
+
+def fit() -> Fit:
+    """Return a fit on two cards with two guesses."""
+    told = explanation()
     guesses = (
         Guess(place=PLACE, count=2, decides=True),
         Guess(place=None, count=1, decides=False),
@@ -122,10 +128,7 @@ def fit() -> Fit:
         script=SCRIPT,
         facts=told.facts,
         inspected=replace(told.inspected, guesses=guesses),
-        cards=(
-            CardFit(name="T4", budget=619 * MIB, as_it_is=whole, plan=bf16, fastest=(bf16.plan,)),
-            CardFit(name="V100", budget=619 * MIB, as_it_is=whole, plan=None, fastest=()),
-        ),
+        cards=cards(),
         stopped="",
     )
 

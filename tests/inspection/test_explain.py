@@ -13,7 +13,7 @@ from rich.console import Console
 import autofit
 from autofit.cli import main
 from autofit.exceptions import ScriptError, UsageError
-from autofit.inspection.cards import FREE, MODELS, cards
+from autofit.inspection.cards import MODELS
 from autofit.inspection.document import explanation_document
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.techniques import Basis
@@ -213,7 +213,7 @@ def test_techniques_and_cards(found: Explanation) -> None:
     assert all(each.freed > 0 and each.slowdown is None for each in found.techniques)
     assert {each.basis for each in found.techniques} <= {Basis.PREDICTED, Basis.ESTIMATED}
     assert [card.name for card in found.cards] == [model.name for model in MODELS]
-    assert all(card.plan == Plan() for card in found.cards)
+    assert all(card.advised == Plan() for card in found.cards)
     assert json.loads(json.dumps(explanation_document(found)))["fits"]
 
 
@@ -259,14 +259,3 @@ def test_the_tables() -> None:
     assert ("T4", "14.0 GiB", "bf16") in cells
     assert "the list losses" in printed
     assert "\x1b" not in printed
-
-
-@pytest.mark.quick
-def test_a_card_gets_the_fastest_plan_that_fits() -> None:
-    slow, fast = Plan.of({"checkpointing": "all"}), Plan.of({"precision": "bf16"})
-    size = int(MODELS[0].hardware.total_bytes * FREE)
-    needed = {Plan(): 2 * size, slow: size, fast: size}
-    found = cards([(slow, 1.3), (fast, 0.6)], lambda plan: needed[plan])
-    assert [card.plan for card in found[:2]] == [fast, fast]
-    assert found[-1].plan == Plan()
-    assert cards([], lambda plan: 1e15)[0].plan is None

@@ -14,12 +14,15 @@ from autofit.cli import main
 from autofit.cli.out import render, show
 from autofit.exceptions import UsageError
 from autofit.facts import Facts
+from autofit.inspection.card_fits import CardFits
 from autofit.inspection.cards import MODELS, model_named, models_named
+from autofit.inspection.launches import Outcome
 from autofit.inspection.roofline import relative_time
 from autofit.plan import Plan
 from autofit.view import fitting as view
-from autofit.worker.records.inspection import Kind, Work
+from autofit.worker.records.inspection import Inspected, Kind, Moment, Part, Work
 from tests.inspection import by_hand
+from tests.inspection.test_prediction import FACTS, timeline
 
 WIDTH = 1024
 LAYERS = 4
@@ -55,6 +58,7 @@ class Model(nn.Module):
         return self.head(x.mean(1))
 
 
+torch.backends.cudnn.benchmark = True
 data = TensorDataset(torch.randn(64, 16, {WIDTH}), torch.randint(0, 4, (64,)))
 loader = DataLoader(data, batch_size=8, shuffle=True, num_workers=2, pin_memory=True)
 model = Model().to(device)
@@ -64,10 +68,12 @@ scaler = torch.amp.GradScaler("cuda")
 event = torch.cuda.Event(enable_timing=True)
 for x, y in loader:
     x, y = x.to(device, non_blocking=True), y.cuda()
+    assert not isinstance(x, torch._subclasses.FakeTensor), "nothing is compiled"
     assert x.is_cuda and x.get_device() == 0 and y.device == torch.device("cuda:0")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), y)
         assert model.body[0].qkv(x).dtype == torch.bfloat16
+    nn.functional.conv1d(x, x[:1, :, :3])
     if torch.isnan(loss):
         raise SystemExit("diverged")
     scaler.scale(loss).backward()
@@ -108,6 +114,7 @@ def test_a_script_for_a_gpu_runs_without_one(train: Path) -> None:
     assert plain is not None
     assert plain.device - plain.reserved == kinds[Kind.CONTEXT]
     assert plain.reserved % (2 << 20) == 0
+    assert found.inspected.tries_kernels
     (decides,) = [each for each in found.guesses if each.decides]
     assert decides.place is not None
     assert decides.place.source == "if loss > 3:"
@@ -196,6 +203,42 @@ def test_the_table_is_harmless_and_tells_guesses(capsys: pytest.CaptureFixture[s
     assert "3 numbers were not known" in printed
     assert printed.count("a guess decides the path at ") == 1
     assert "\x1b" not in printed
+
+
+@pytest.mark.quick
+def test_a_card_gets_the_least_change_and_the_fastest_that_fit() -> None:
+    small_step = timeline()
+    unit = 80 << 20
+    lives, lowered = (
+        tuple(each._replace(size=unit * each.size) for each in of)
+        for of in (small_step.lives, small_step.lowered)
+    )
+    peaks = tuple(unit * each for each in small_step.peaks)
+    step = replace(small_step, lives=lives, lowered=lowered, peaks=peaks)
+    moment = Moment(
+        phase="backward", peak=max(peaks), parts=(Part(kind=Kind.OTHER, size=max(peaks)),)
+    )
+    work = Work(products=1e14, half_products=0.0, traffic=1e11, launches=1000)
+    inspected = Inspected(moments=(moment,), plain=None, timeline=step, work=work, steps=1)
+    fits = CardFits(Outcome(plan=Plan(), facts=FACTS, inspected=inspected), cuda=False)
+    large, small = fits.on(model_named("H200")), fits.on(model_named("A100-40GB"))
+    assert large.plan is not None
+    assert large.plan.plan == large.advised == Plan()
+    assert "precision" in dict(large.fastest[0].changes)
+    assert small.plan is not None
+    assert len(small.plan.plan.changes) == 1
+    assert small.advised == small.fastest[0]
+    tiny = fits.on(model_named("T4"), budget=1 << 30)
+    assert tiny.plan is tiny.advised is None
+
+
+@pytest.mark.quick
+def test_a_card_that_is_not_in_the_table() -> None:
+    other = model_named("H100").other(24 << 30, half=98.9)
+    assert other.hardware.total_bytes == 24 << 30
+    assert other.bandwidth == pytest.approx(335)
+    with pytest.raises(UsageError, match="give --memory too"):
+        autofit.fit(__file__, gpu="H100", flops=100)
 
 
 @pytest.mark.quick

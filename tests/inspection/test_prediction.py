@@ -100,6 +100,7 @@ def test_a_plan_with_a_prior_is_an_estimate() -> None:
     bf16 = Plan.of({"checkpointing": "all", "precision": "bf16"})
     assert predictable(bf16, FACTS, cuda=False)
     assert not predictable(Plan.of({"compile": "full"}), FACTS, cuda=False)
+    assert not Predictor(timeline(), FACTS).applies(Plan.of({"loss": "chunked"})), "no loss inside"
     dropout = replace(FACTS, roots=(replace(FACTS.roots[0], dropout=True),))
     assert predictable(bf16, dropout, cuda=True)
     assert not predictable(bf16, dropout, cuda=False)

@@ -94,6 +94,8 @@ class Life(NamedTuple):
     """Whether its last dimension is that of the model's head."""
     quantized: bool
     """Whether an 8-bit optimizer would replace it."""
+    of_weight: bool = False
+    """Whether it is a copy of a weight or of its gradient, which does not grow with the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,3 +215,6 @@ class Inspected:
     """Of the last followed step on a fake GPU."""
     guesses: tuple[Guess, ...] = ()
     """The numbers that a fake GPU did not know, the most frequent first."""
+    tries_kernels: bool = False
+    """Whether ``cudnn.benchmark`` would try kernels on a GPU that is not here: their workspaces are
+    not known."""

@@ -42,6 +42,13 @@ IN_THIS_PROCESS = {
 """Arguments of a data loader that reads its batches in this process."""
 
 
+class _Traced:
+    """In place of the name by which libraries ask whether torch traces a model for a compiler.
+
+    They would then choose other paths: transformers would make a causal mask that it can skip.
+    """
+
+
 class FakeGpu:
     """A card that answers without computing. Once attached, it stays until the process ends."""
 
@@ -65,6 +72,7 @@ class FakeGpu:
             patches.wrap(_BaseDataLoaderIter, name, _for_real)
         patches.wrap(DataLoader, "__iter__", _for_real)
         patches.wrap(torch.Tensor, "__deepcopy__", _for_real)
+        patches.set(torch._subclasses, "FakeTensor", _Traced)
         patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
         patches.set(FakeTensor, "__format__", _format)
         patches.set(FakeTensor, "numpy", _numpy)

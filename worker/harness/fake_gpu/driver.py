@@ -88,7 +88,7 @@ def answer(card: Hardware, allocator: CachingAllocator, patches: Patches) -> Non
         total_memory=card.total_bytes,
         major=capability[0],
         minor=capability[1],
-        multi_processor_count=132,
+        multi_processor_count=card.multiprocessors,
         max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536,
         shared_memory_per_block_optin=232448,
@@ -136,6 +136,7 @@ def answer(card: Hardware, allocator: CachingAllocator, patches: Patches) -> Non
         "_accelerator_getMemoryInfo": lambda index: memory(),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_getCurrentRawStream": lambda index: 0,
+        "_scatter": lambda tensor, *_: (tensor.to(GPU),),  # for one device
     }
     for name, function in in_cpp.items():
         patches.set(torch._C, name, function)

@@ -56,6 +56,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear"}
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 NUMBER = aten._local_scalar_dense.default
+CONVOLUTION = aten.convolution.default
 SAME_TENSOR = {aten.eq.Tensor: True, aten.ne.Tensor: False}
 """How ``isnan`` and ``isfinite`` ask: no number is ``nan``, so each equals itself."""
 INFINITE = {aten.eq.Scalar: False, aten.ne.Scalar: True}
@@ -80,6 +81,8 @@ class FakeMode(FakeTensorMode):
         """Those that were used as a condition."""
         self.work = Work()
         """What the GPU had to do since this was set."""
+        self.tries_kernels = False
+        """Whether a convolution has run under ``cudnn.benchmark``."""
         self.autocast = False
         """Whether the script is inside CUDA's autocast."""
         self._allocator = allocator
@@ -214,6 +217,8 @@ class FakeMode(FakeTensorMode):
         self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], output: Any
     ) -> None:
         """Count what the kernel of an operation has to do."""
+        if func is CONVOLUTION and torch.backends.cudnn.benchmark:
+            self.tries_kernels = True
         work = replace(self.work, launches=self.work.launches + 1)
         made = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
         formula = flop_registry.get(func.overloadpacket)
