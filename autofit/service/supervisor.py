@@ -283,7 +283,8 @@ def main() -> None:
 
 def _supervise(supervisor: Supervisor, words: IO[str]) -> None:
     """Supervise until Ray ends; write a line at each step."""
-    looked, alive, loads = -math.inf, [], nodes.Loads()
+    looked, loads = -math.inf, nodes.Loads()
+    alive: Any = []
     while True:
         if time.monotonic() - looked > LOOK:
             alive = to_json(loads.read(nodes.look().values()))
