@@ -141,7 +141,7 @@ def serve(storage: str, sender: Connection) -> None:
         sender.send(port.getsockname()[1])
         app = make_app(store, Users(store, trusted=True))
         settings = boundary.settings(boundary.CONNECTIONS, ())
-        uvicorn.Server(uvicorn.Config(app, log_level="error", **settings)).run(sockets=[port])
+        boundary.Server(uvicorn.Config(app, log_level="error", **settings)).run(sockets=[port])
 
 
 def _follow(port: int, token: str, number: int, clients: int, sender: Connection) -> None:

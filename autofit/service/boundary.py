@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
 from http.cookies import CookieError, SimpleCookie
 from typing import Annotated, Any
 
+import uvicorn
 from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,6 +43,8 @@ A client that sends before it reads would otherwise find a reset connection, not
 """
 HEAD = 10.0
 """Seconds within which the head of a request has to arrive."""
+WAITING = 4096
+"""Connections that may wait to be accepted; Linux takes no more by default."""
 CONNECTIONS = 500
 """Connections at a time; systemd allows a service 1,024 files by default."""
 
@@ -250,6 +254,19 @@ def protocol(most: int) -> type[H11Protocol]:
             self.transport.abort()
 
     return Connection
+
+
+class Server(uvicorn.Server):
+    """A server before which many connections may wait to be accepted.
+
+    Linux drops one for which there is no place. Its client tries again after 1, 3, 7 ... s.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; asyncio accepts as many at a time as may wait, so it is told a smaller number."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(WAITING)
 
 
 def settings(most: int, proxies: tuple[str, ...]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
         supervision = Supervision(own, start, say)
         supervision.start()
         stack.callback(supervision.stop)
-        server = uvicorn.Server(
+        server = boundary.Server(
             uvicorn.Config(
                 make_app(
                     store,

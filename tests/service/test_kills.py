@@ -59,7 +59,8 @@ class Searches:
         assert ends == [("finished", None)] * len(self._numbers), ends
         for number in self._numbers:
             text = self._owner(number).text(f"/api/searches/{number}/plan")
-            assert json.loads(text)["plan"]["checkpointing"] != "as_is", text
+            plan = json.loads(text)["plan"]
+            assert {plan["checkpointing"], plan["micro_batch"]} != {"as_is"}, text
 
     def records(self, *, ended: bool) -> list[SearchRecord]:
         """Return those that have ended, or have not."""
