@@ -152,7 +152,7 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
     if report is not None:
         short = report.out_of_memory or short
         if target.fake and inspected is not None:
-            stopped = report.reason
+            stopped = report.reason.partition(". ")[0]  # torch goes on with a list of backends
         else:
             _raise_failure(target.script, plan, report)
     if ended is not None and ended.lost:
