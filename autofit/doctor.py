@@ -7,6 +7,7 @@ on the machine and start no device.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from autofit.exceptions import StorageError, UsageError, WorkerError
-from autofit.facts import Bandwidth
+from autofit.facts import HOST, Bandwidth
 from autofit.storage import MachineKey, Store, url
 from autofit.units import format_size
 from autofit.worker import meter
@@ -68,7 +69,7 @@ class Examination:
 
     versions: dict[str, str]
     device: str
-    """The device that a search would use: ``"cuda"`` or ``"cpu"``."""
+    """The kind of device that a search would use."""
     cards: tuple[meter.Card, ...]
     findings: tuple[Finding, ...]
     bandwidths: Mapping[int, Bandwidth] = field(default_factory=dict)
@@ -139,9 +140,9 @@ def _torch(device: str) -> Iterator[Finding]:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     sees = accelerator.devices()
     text = f"{torch.__version__}, built for {built}, sees {sees} GPUs"
-    if device == "cuda" and not sees:
+    if device != HOST and not sees:
         text += ": the driver has some, so this torch or its CUDA version does not fit the driver"
-    yield Finding(name="torch", ok=device == "cpu" or sees > 0, text=text)
+    yield Finding(name="torch", ok=sees > 0 or device == HOST, text=text)
 
 
 def _driver(cards: tuple[meter.Card, ...]) -> Iterator[Finding]:
@@ -151,7 +152,8 @@ def _driver(cards: tuple[meter.Card, ...]) -> Iterator[Finding]:
         text, ok = str(error), False
     yield Finding(name="NVML", ok=ok, text=text)
     if not cards:
-        hidden = f"{meter.VISIBLE} shows none" if meter.visible() is not None else "none"
+        hiding = [name for name in meter.VISIBLE if name in os.environ]
+        hidden = f"{', '.join(hiding)} shows none" if hiding else "none"
         text = f"{hidden}: searches use the CPU"
         yield Finding(name="GPUs", ok=False, text=text)
 

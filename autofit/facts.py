@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HOST = "cpu"
+"""torch's name of the CPU, the kind of device of a machine without one that autofit knows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One device that a trial may use."""
 
     device: str
-    """``"cpu"`` or ``"cuda"``."""
+    """torch's name of its type: ``"cpu"`` or ``"cuda"``."""
     name: str
     """The device's name from the driver: ``"NVIDIA H200"``, ``"CPU"``."""
     total_bytes: int
@@ -26,6 +29,11 @@ class Hardware:
     link: str = ""
     """Its connection to the other visible GPUs: ``"nvlink"`` to each of them, or ``"pcie"`` to
     at least one. Empty if there is no other GPU, or if the driver does not report it."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is the CPU, whose memory is the host's."""
+        return self.device == HOST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

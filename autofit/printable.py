@@ -16,8 +16,9 @@ def printable(text: str, *, keep: str = "") -> str:
     Colours go without a trace. ``keep``: characters that stay, such as ``"\n"`` for several lines.
     """
     plain = _COLOUR.sub("", text)
-    return _ACTS.sub(lambda found: found[0] if found[0] in keep else _written(found[0]), plain)
 
+    def written(found: re.Match[str]) -> str:
+        character = found[0]
+        return character if character in keep else character.encode("unicode_escape").decode()
 
-def _written(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    return _ACTS.sub(written, plain)

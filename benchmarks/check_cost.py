@@ -40,7 +40,7 @@ from autofit.strategies.base import AS_IS
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 
 HERE = Path(__file__).resolve().parent
@@ -259,7 +259,7 @@ def cost(model: str, check: str, device: str) -> Cost | None:
     module.to(device)
     batch = without_cache(module, {name: value.to(device) for name, value in call.items()})
     root = rooted(module)
-    root.learn(describe(module, (), batch))
+    root.facts = describe(module, (), batch)
     assert root.facts is not None
     facts, plan = Facts(roots=(root.facts,)), Plan.of(PLANS[check])
     if any(strategy.inapplicable(level, facts) for strategy, level in plan):

@@ -24,7 +24,7 @@ from autofit.plan import Plan
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, Weights
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 
 Forward = Callable[..., Any]
@@ -277,7 +277,7 @@ def of_split(
     torch.manual_seed(3)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.learn(describe(model, (), batch))
+    root.facts = describe(model, (), batch)
     assert root.facts is not None
     if change is not None:
         root.around_forward(partial(in_parts, change, model), lasting=True)
@@ -291,7 +291,7 @@ def of_plan(rooted: Rooted, entry: zoo.Entry, change: Change) -> tuple[bool, str
     torch.manual_seed(3)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.learn(describe(model, (), batch))
+    root.facts = describe(model, (), batch)
     assert root.facts is not None
     root.around_forward(partial(always, change, model))
     plan, facts = Plan.of({"checkpointing": "all"}), Facts(roots=(root.facts,))

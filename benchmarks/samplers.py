@@ -112,7 +112,7 @@ def _with_auto(sampler: BaseSampler) -> BaseSampler:
     return optuna.samplers.PartialFixedSampler({"micro_batch": AUTO}, sampler)
 
 
-SAMPLERS: dict[str, Callable[[Grid, int], BaseSampler]] = {
+SAMPLERS: dict[str, Callable[[Grid, int], RecordedPlans | BaseSampler]] = {
     "autofit": lambda grid, seed: RecordedPlans(grid),
     "TPE": lambda grid, seed: _with_auto(
         optuna.samplers.TPESampler(seed=seed, n_startup_trials=FIRST)
@@ -176,16 +176,15 @@ def search(
     while not reached and (left := [plan for plan in grid.plans if plan not in known]):
         plan = None if fastest else _start(state, left)
         if plan is None and isinstance(own, RecordedPlans):
-            own.state = state
-            own.launch = None if replay.fixed is None else Launch(replay.fixed)
-            if own.launch is not None and own.choice() is None:
-                replay.end()
-                own.launch = None
-            if own.launch is None and own.choice() is None:
-                plan = draw.choice(left)
+            chosen = None if replay.fixed is None else own.choice(state, Launch(replay.fixed))
+            if chosen is None:
+                if replay.fixed is not None:
+                    replay.end()
+                chosen = own.choice(state)
+            plan = chosen.plan if chosen is not None else draw.choice(left)
             alone = alone and not own.stopped
-        if plan is None:
-            asked = _ask(state, own)
+        elif plan is None:
+            asked = Plan.of(study_of(state, own).ask({**choices_of(state)}).params)
             plan = asked if asked in left else _nearest(asked, left, draw)
         report = replay.measure(plan).report
         known.append(plan)
@@ -213,11 +212,6 @@ def _nearest(plan: Plan, left: Sequence[Plan], draw: random.Random) -> Plan:
     levels = plan.levels
     differ = {each: sum(each[name] != level for name, level in levels.items()) for each in left}
     return draw.choice([each for each in left if differ[each] == min(differ.values())])
-
-
-def _ask(state: SearchState, sampler: BaseSampler) -> Plan:
-    """Return the plan that a sampler suggests."""
-    return Plan.of(study_of(state, sampler).ask({**choices_of(state)}).params)
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """How long the service takes to answer with a full store and many clients.
 
-    python benchmarks/service_load.py [--trials 10000] [--clients 20] [--seconds 20]
+    python benchmarks/service_load.py [--trials 50000] [--clients 200] [--seconds 600]
 
-Serves a store of so many trials over HTTP in a process of its own, while clients follow the events
-of a running search that sends ten notices a second. Writes ``results/service_load.md``.
+Serves a store of so many trials over HTTP in a process of its own, while clients of a second
+process follow the events of a running search that sends ten notices a second. Writes
+``results/service_load.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import math
 import multiprocessing
 import os
@@ -19,14 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import uvicorn
 
 from autofit.client import messages
 from autofit.client.http import Service
 from autofit.facts import Hardware
 from autofit.plan import Plan
+from autofit.service import boundary
 from autofit.service.app import make_app
 from autofit.service.users import Users, create_token
 from autofit.storage import Owner, Queue, SearchRecord, Store, StudyKey, Submission
@@ -37,14 +44,30 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GPU = Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 << 30)
 EACH = 100
 """Trials of a study."""
+PAUSE = 0.1
+"""Seconds between two notices, and between two rounds of requests."""
+
+
+@dataclass
+class Found:
+    """What was measured."""
+
+    requests: dict[str, list[float]]
+    """The seconds of each request."""
+    told: list[float]
+    """Seconds from a notice to a client."""
+    memory: list[int]
+    """Bytes that the service held after each round of requests."""
+    cores: float
+    """Processor seconds of the service in a second."""
 
 
 def main() -> None:
     """Fill a store, serve it, measure, write the note."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=10_000)
-    parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--trials", type=int, default=50_000)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=600.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         storage = str(Path(folder, "service.db"))
@@ -56,12 +79,20 @@ def main() -> None:
             queue.run(running)
             context = multiprocessing.get_context("spawn")
             receiver, sender = context.Pipe(duplex=False)
-            server = context.Process(target=_serve, args=(storage, sender), daemon=True)
+            server = context.Process(target=serve, args=(storage, sender), daemon=True)
             server.start()
-            service = Service(f"http://127.0.0.1:{receiver.recv()}", token)
-            found, told = _measure(service, queue, running, searches[-1], options)
+            port = receiver.recv()
+            followers = context.Process(
+                target=_follow, args=(port, token, running.id, options.clients, sender)
+            )
+            followers.start()
+            service = Service(f"http://127.0.0.1:{port}", token)
+            process = psutil.Process(server.pid)
+            found = _measure(service, process, queue, running, searches[-1], options.seconds)
+            found.told = receiver.recv()
+            followers.join()
             server.kill()
-    _write(found, told, options)
+    _write(found, options)
 
 
 def _submission(name: str) -> Submission:
@@ -102,45 +133,57 @@ def _searched(store: Store, queue: Queue, number: int) -> int:
     return search.id
 
 
-def _serve(storage: str, sender: object) -> None:
+def serve(storage: str, sender: Connection) -> None:
     """Serve a store; send the port."""
     import socket
 
     with Store(storage) as store, socket.create_server(("127.0.0.1", 0)) as port:
-        sender.send(port.getsockname()[1])  # type: ignore[attr-defined]
+        sender.send(port.getsockname()[1])
         app = make_app(store, Users(store, trusted=True))
-        uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[port])
+        settings = boundary.settings(boundary.CONNECTIONS, ())
+        uvicorn.Server(uvicorn.Config(app, log_level="error", **settings)).run(sockets=[port])
+
+
+def _follow(port: int, token: str, number: int, clients: int, sender: Connection) -> None:
+    """Follow a search to its end; send the seconds from each notice to each client."""
+    told: list[float] = []
+    head = f"GET /api/searches/{number}/events HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    head += f"Authorization: Bearer {token}\r\nConnection: close\r\n\r\n"
+
+    async def follow() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode())
+        async for line in reader:
+            if line.startswith(b'data: {"text"'):
+                content = json.loads(line.removeprefix(b"data: "))
+                told.append(time.monotonic() - float(content["text"]))
+        writer.close()
+
+    async def follow_all() -> None:
+        await asyncio.gather(*(follow() for _ in range(clients)))
+
+    asyncio.run(follow_all())
+    sender.send(told)
 
 
 def _measure(
     service: Service,
+    process: psutil.Process,
     queue: Queue,
     running: SearchRecord,
     finished: int,
-    options: argparse.Namespace,
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Return the seconds of each request, and those from a notice to each client."""
+    seconds: float,
+) -> Found:
+    """Ask the service, whose process is ``process``, while notices of ``running`` are stored."""
     over = threading.Event()
-    sent: dict[str, float] = {}
-    told: list[float] = []
-
-    def follow() -> None:
-        for event in service.events(f"/api/searches/{running.id}/events"):
-            if event.kind == "Line":
-                told.append(time.monotonic() - sent[event.content["text"]])
 
     def tell() -> None:
-        number = 0
-        while not over.wait(0.1):
-            number += 1
-            sent[str(number)] = time.monotonic()
-            queue.tell(running, [messages.notice_to_json(Line(text=str(number)))])
+        while not over.wait(PAUSE):
+            queue.tell(running, [messages.notice_to_json(Line(text=str(time.monotonic())))])
         queue.finish(running, None)
 
-    threads = [threading.Thread(target=follow) for _ in range(options.clients)]
-    threads.append(threading.Thread(target=tell))
-    for thread in threads:
-        thread.start()
+    telling = threading.Thread(target=tell)
+    telling.start()
     path = f"/api/searches/{finished}"
     requests: dict[str, Callable[[], object]] = {
         "list": lambda: service.get("/api/searches"),
@@ -151,39 +194,51 @@ def _measure(
         "page of the queue": lambda: service.text("/"),
         "page of a search": lambda: service.text(f"/searches/{finished}"),
     }
-    found: dict[str, list[float]] = {name: [] for name in requests}
-    until = time.monotonic() + options.seconds
-    while time.monotonic() < until:
+    found = Found({name: [] for name in requests}, [], [], 0.0)
+    start, used = time.monotonic(), sum(process.cpu_times()[:2])
+    while time.monotonic() - start < seconds:
         for name, ask in requests.items():
             began = time.monotonic()
             ask()
-            found[name].append(time.monotonic() - began)
+            found.requests[name].append(time.monotonic() - began)
+        found.memory.append(process.memory_info().rss)
+        time.sleep(PAUSE)
+    found.cores = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - start)
     over.set()
-    for thread in threads:
-        thread.join()
-    return found, told
+    telling.join()
+    return found
 
 
-def _p95(seconds: list[float]) -> float:
+def p95(seconds: list[float]) -> float:
+    """Return the 95th percentile."""
     return sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
 
 
-def _write(found: dict[str, list[float]], told: list[float], options: argparse.Namespace) -> None:
+def _write(found: Found, options: argparse.Namespace) -> None:
+    a_tenth = max(1, len(found.memory) // 10)
+    first, last = (
+        statistics.median(each) for each in (found.memory[:a_tenth], found.memory[-a_tenth:])
+    )
     lines = [
         "# The service under load",
         "",
         f"`python benchmarks/service_load.py` with {options.trials} stored trials in studies of"
         f" {EACH}, {options.clients} clients that follow a search with ten notices a second, and"
-        f" one that asks without a pause. SQLite, {os.cpu_count()} cores, Python"
-        f" {platform.python_version()}; clients and service share the cores.",
+        f" one that asks, for {options.seconds:.0f} s. SQLite, {os.cpu_count()} cores, Python"
+        f" {platform.python_version()}; clients and service share the cores, with a load of"
+        f" {os.getloadavg()[2]:.0f} processes, most of other work.",
+        "",
+        f"The service took {found.cores:.2f} cores. Its memory was {first / 1e6:.0f} MB in the"
+        f" first tenth of that time, {last / 1e6:.0f} MB in the last, and"
+        f" {max(found.memory) / 1e6:.0f} MB at most.",
         "",
         "| request | times | median | p95 |",
         "| --- | --- | --- | --- |",
     ]
-    for name, seconds in [*found.items(), ("from a notice to a client", told)]:
+    for name, seconds in [*found.requests.items(), ("from a notice to a client", found.told)]:
         median = statistics.median(seconds)
         lines.append(
-            f"| {name} | {len(seconds)} | {1000 * median:.0f} ms | {1000 * _p95(seconds):.0f} ms |"
+            f"| {name} | {len(seconds)} | {1000 * median:.0f} ms | {1000 * p95(seconds):.0f} ms |"
         )
     text = "\n".join(lines) + "\n"
     (RESULTS / "service_load.md").write_text(text)

@@ -50,7 +50,6 @@ NUMBERS = {"micro_batch": "4", "checkpointing": "8"}
 OWN = {
     ("vit", "gradient_release"): ("--no-clip",),
     ("decoder", "gradient_release"): ("--no-clip",),
-    ("vit", "zero_grad"): ("--keep-zeros",),
     ("bert", "padding"): ("--shortest", "64", "--pad-to-longest"),
 }
 """Arguments of a work without which a technique has nothing to do there."""

@@ -44,7 +44,7 @@ from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 
 HERE = Path(__file__).resolve().parent
@@ -215,7 +215,7 @@ def keeps(entry: zoo.Entry, plan: Plan) -> bool | None:
     batch = tree_map(doubled, entry.batch())
     ours = copy.deepcopy(plain)
     root = rooted(ours)
-    root.learn(describe(ours, (), batch))
+    root.facts = describe(ours, (), batch)
     assert root.facts is not None
     if "checkpointing" in plan.levels and not root.facts.blocks and not root.facts.transformers:
         return None
@@ -268,7 +268,7 @@ def of_split(entry: zoo.Entry, precision: str, size: int) -> tuple[bool, str]:
     batches = [entry.batch() for _ in range(zoo.BATCHES)]
     plain = copy.deepcopy(model)
     root = rooted(model)
-    root.learn(describe(model, (), batches[0]))
+    root.facts = describe(model, (), batches[0])
     assert root.facts is not None
     with around(precision):
         try:
@@ -293,7 +293,7 @@ def of_plan(entry: zoo.Entry, plan: Plan, precision: str) -> tuple[bool | None, 
     torch.manual_seed(1)
     model, batch = entry.make(), entry.batch()
     root = rooted(model)
-    root.learn(describe(model, (), batch))
+    root.facts = describe(model, (), batch)
     assert root.facts is not None
     facts = Facts(roots=(root.facts,), autocast=precision == "autocast")
     for strategy, level in plan:

@@ -177,7 +177,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, help="training pictures, else the preset's")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw pictures")
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--keep-zeros", action="store_true", help="zero gradients, never drop them")
     parser.add_argument("--no-clip", action="store_true", help="leave the gradient's norm alone")
     parser.add_argument("--log-every", type=int, default=5, help="steps between lines")
     parser.add_argument("--losses", type=Path, help="write the loss of every step to this file")
@@ -251,7 +250,7 @@ def train(arguments: argparse.Namespace) -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad(set_to_none=not arguments.keep_zeros)
+            optimizer.zero_grad()
             if losses is not None:
                 print(repr(total.item()), file=losses, flush=True)
             if step % arguments.log_every == 0 or step == steps - 1:

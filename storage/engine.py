@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import (
     URL,
@@ -97,7 +96,10 @@ def open_engine(url: URL) -> Engine:
             event.listen(engine, "begin", _begin_in_sqlite)
         elif backend == "postgresql":
             # The server may have been restarted, so a pooled connection is tested before each use.
-            engine = create_engine(url, connect_args=_connect_timeout(url), pool_pre_ping=True)
+            psycopg = url.get_driver_name().startswith("psycopg")
+            given = not psycopg or "connect_timeout" in url.query
+            timeout = {} if given else {"connect_timeout": CONNECT_SECONDS}
+            engine = create_engine(url, connect_args=timeout, pool_pre_ping=True)
             event.listen(engine, "begin", _begin_in_postgresql)
         else:
             engine = create_engine(url)
@@ -113,13 +115,6 @@ def _driver(backend: str) -> str:
     if backend == "postgresql":
         return "pip install 'autofit-torch[postgresql]' installs that of postgresql+psycopg://..."
     return "install one"
-
-
-def _connect_timeout(url: URL) -> dict[str, Any]:
-    """Return the argument for the time limit of a connection, unless the URL has one."""
-    if not url.get_driver_name().startswith("psycopg") or "connect_timeout" in url.query:
-        return {}
-    return {"connect_timeout": CONNECT_SECONDS}
 
 
 def writing(engine: Engine) -> Engine:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
+from sqlalchemy import (
+    JSON,
+    ColumnElement,
+    Text,
+    cast,
+    delete,
+    exists,
+    func,
+    or_,
+    select,
+    type_coerce,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
@@ -33,6 +46,10 @@ from autofit.worker.records.trials import Verdict
 
 MOST_ATTEMPTS = 5
 """How often a search is taken up after its process was lost, before it fails."""
+
+
+REPLACED = "NewOutput"
+"""The kind of the notices of which only the newest of each slot is kept."""
 
 
 class NoSuchSearch(UsageError):
@@ -111,12 +128,31 @@ class Queue:
             return Reasons(session).record(_row(session, number, user))
 
     def searches(
-        self, user: str, *, before: int | None = None, most: int = 100
+        self,
+        user: str,
+        *,
+        before: int | None = None,
+        most: int = 100,
+        script: str = "",
+        state: SearchState | None = None,
+        until: datetime | None = None,
     ) -> tuple[SearchRecord, ...]:
-        """Return the newest searches of a user; with ``before``, those below that number."""
+        """Return the newest searches of a user; with ``before``, those below that number.
+
+        ``script``: a part of the words by which the script was named; ``until``: when the newest
+        was submitted at the latest.
+        """
         query = select(Search).filter_by(user=user).order_by(Search.id.desc()).limit(most)
         if before is not None:
             query = query.where(Search.id < before)
+        if script:
+            words = type_coerce(Search.submission, JSON)["script"]
+            part = json.dumps(script)[1:-1]
+            query = query.where(cast(words, Text).icontains(part, autoescape=True))
+        if state is not None:
+            query = query.where(Search.state == state)
+        if until is not None:
+            query = query.where(Search.created <= until)
         with self._store.reading() as session:
             return tuple(map(Reasons(session).record, session.scalars(query).all()))
 
@@ -287,10 +323,11 @@ class Queue:
         with self._store.writing() as session:
             _end(session, _row(session, search.id), SearchState.CANCELLED)
 
-    def reclaim(self) -> int:
+    def reclaim(self, *, counted: bool = True) -> int:
         """Queue the active searches whose owner has ended; return how many there were.
 
-        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails.
+        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails;
+        ``counted``: whether this loss counts.
         """
         now, count = _now(), 0
         active = select(Search).where(Search.state.in_(ACTIVE))
@@ -302,6 +339,7 @@ class Queue:
                 if live_owner(row, now) is not None:
                     continue
                 count += 1
+                row.attempts -= not counted
                 if row.cancelled is not None:
                     _end(session, row, SearchState.CANCELLED)
                 elif row.attempts >= MOST_ATTEMPTS:
@@ -335,11 +373,21 @@ class Queue:
     # --- notices ------------------------------------------------------------------------------
 
     def tell(self, search: SearchRecord, notices: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Store notices of a search, each with its kind, in this order."""
+        """Store notices of a search, each with its kind, in this order.
+
+        One of the kind ``REPLACED`` takes the place of the one before of its slot.
+        """
+        number = search.id
+        rows = [Notice(search_id=number, kind=kind, content=content) for kind, content in notices]
         with self._store.writing() as session:
-            session.add_all(
-                Notice(search_id=search.id, kind=kind, content=content) for kind, content in notices
-            )
+            session.add_all(rows)
+            session.flush()  # first: SQLite would give the new row the id of a deleted one
+            for row in rows:
+                if row.kind == REPLACED:
+                    slot = type_coerce(Notice.content, JSON)["slot"].as_integer()
+                    same = [Notice.kind == REPLACED, slot == row.content["slot"]]
+                    before = [Notice.search_id == number, Notice.id < row.id]
+                    session.execute(delete(Notice).where(*before, *same))
 
     def notices(self, number: int, *, after: int = 0, most: int = 500) -> tuple[NoticeRecord, ...]:
         """Return the notices of a search with an id above ``after``, oldest first."""
@@ -399,11 +447,6 @@ class Queue:
             with self._store.writing() as session:
                 session.execute(delete(Upload).where(Upload.digest.in_(found), ~users))
         return len(found)
-
-    def has_upload(self, digest: str) -> bool:
-        """Return whether an archive is stored."""
-        with self._store.reading() as session:
-            return _has_upload(session, digest)
 
     def upload(self, digest: str) -> bytes:
         """Return an archive."""

@@ -26,7 +26,6 @@ from autofit.strategies.precision import Precision
 from autofit.strategies.ranks import Ranks
 from autofit.strategies.sharding import Sharding
 from autofit.strategies.weights import Weights
-from autofit.strategies.zero_grad import ZeroGrad
 from autofit.suggestions import did_you_mean
 
 REGISTRY: tuple[Strategy, ...] = (
@@ -40,7 +39,6 @@ REGISTRY: tuple[Strategy, ...] = (
     Weights(),
     OptimizerOffload(),
     GradientRelease(),
-    ZeroGrad(),
     Ranks(),
     Sharding(),
     BatchSize(),

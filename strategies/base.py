@@ -151,7 +151,7 @@ class Training:
     """The training for which another program gets its settings."""
 
     device: str
-    """The type of the device: ``"cuda"`` or ``"cpu"``."""
+    """torch's name of the device's type, such as ``"cuda"``."""
     facts: Facts
     fsdp: bool = False
     """Whether the program shards the weights by FSDP."""
@@ -242,8 +242,6 @@ class ByHand:
     """Arguments with which the optimizer is made, as code."""
     loader: Mapping[str, str] = field(default_factory=dict)
     """Arguments with which the loader of the training data is made, as code."""
-    calls: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Arguments of other calls in the script, as code, by the name of the function."""
     scaled: bool = False
     """Gradients need a ``torch.amp.GradScaler``."""
     samples: int | None = None
@@ -512,8 +510,6 @@ class Strategy(ABC):
     levels: ClassVar[tuple[Level, ...]]
     lowers: ClassVar[frozenset[Memory]] = frozenset()
     """The kinds of memory its levels lower: the cost model's prior."""
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Levels of earlier releases that were removed, each with its replacement."""
     replays: ClassVar[bool] = False
     """A prediction computes its memory from the script's own tensors, without a prior."""
     sized: ClassVar[bool] = False
@@ -533,12 +529,11 @@ class Strategy(ABC):
         for level in self.levels:
             if level.name == name:
                 return level
-        if self.number is not None and _is_positive(name):
+        plain = name.isascii() and name.isdigit() and name == str(int(name)) and name != "0"
+        if self.number is not None and plain:
             return self.numbered(name)
         names = [level.name for level in self.levels]
         unknown = f"{self.name} has no level {name!r}"
-        if name in self.removed:
-            raise UsageError(f"{unknown}: it was removed in 0.2: use {self.removed[name]}")
         hint = did_you_mean(name, names) or f"it has {', '.join(names)}"
         number = f" or a number of {self.number}" if self.number is not None else ""
         raise UsageError(f"{unknown}; {hint}{number}")
@@ -716,8 +711,3 @@ class Strategy(ABC):
         Returns how to take the change back; ``None`` when there is nothing to take back.
         """
         return None
-
-
-def _is_positive(name: str) -> bool:
-    """Return whether ``name`` is a positive integer as Python writes it."""
-    return name.isascii() and name.isdigit() and name == str(int(name)) and name != "0"

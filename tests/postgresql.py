@@ -7,11 +7,13 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,17 @@ _SECONDS = 30.0
 class Server:
     """A running server; each call makes a database, of this name, and returns its URL."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._place = f"{host}:{port}"
+    def __init__(
+        self, start: Callable[[], subprocess.Popen[bytes]], place: tuple[str, int]
+    ) -> None:
+        """``start`` starts it, at ``place``."""
+        self._start = start
+        self._place = f"{place[0]}:{place[1]}"
         self._numbers = count()
-        self._engine = create_engine(self.url("postgres"), isolation_level="AUTOCOMMIT")
+        self._engine = create_engine(
+            self.url("postgres"), isolation_level="AUTOCOMMIT", pool_pre_ping=True
+        )
+        self._process = self._started()
 
     def url(self, database: str) -> str:
         """Return the URL of a database, the password with it."""
@@ -46,21 +55,32 @@ class Server:
             connection.execute(text(f"CREATE DATABASE {name}"))
         return self.url(name)
 
-    def wait(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until it answers."""
-        deadline = time.monotonic() + _SECONDS
+    def restart(self, seconds: float = 0.0) -> None:
+        """End it with all its connections, and start it again after some seconds."""
+        self._end()
+        time.sleep(seconds)
+        self._process = self._started()
+
+    def close(self) -> None:
+        """End it."""
+        self._engine.dispose()
+        self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Start it, and wait until it answers."""
+        process, deadline = self._start(), time.monotonic() + _SECONDS
         while True:
             try:
                 self._engine.connect().close()
-                return
+                return process
             except OperationalError:
                 assert process.poll() is None, "PostgreSQL did not start"
                 assert time.monotonic() < deadline, "PostgreSQL does not answer"
                 time.sleep(0.05)
 
-    def close(self) -> None:
-        """Let go of it."""
-        self._engine.dispose()
+    def _end(self) -> None:
+        self._process.send_signal(signal.SIGINT)  # it ends its connections, then itself
+        self._process.wait(timeout=_SECONDS)
 
 
 @contextlib.contextmanager
@@ -84,19 +104,16 @@ def server(host: str = "127.0.0.1", port: int | None = None) -> Iterator[Server]
         with (folder / "data/pg_hba.conf").open("a") as rules:
             rules.write("host all all samehost scram-sha-256\n")
         place = (host, port or _free_port())
-        with _started(programs / "postgres", folder, place, user) as process:
-            running = Server(*place)
-            running.wait(process)
+        start = partial(_start, programs / "postgres", folder, place, user)
+        with contextlib.closing(Server(start, place)) as running:
             yield running
-            running.close()
     finally:
         shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def _started(
+def _start(
     program: Path, folder: Path, place: tuple[str, int], user: dict[str, Any]
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> subprocess.Popen[bytes]:
     settings = {
         "listen_addresses": place[0],
         "port": place[1],
@@ -105,15 +122,10 @@ def _started(
     }
     command = [str(program), "-D", str(folder / "data")]
     command += [f"--{name}={value}" for name, value in settings.items()]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
             command, stdout=log, stderr=log, cwd=folder, preexec_fn=die_with_parent, **user
         )
-    try:
-        yield process
-    finally:
-        process.send_signal(2)  # SIGINT: it ends its connections, then itself
-        process.wait(timeout=_SECONDS)
 
 
 def _user() -> dict[str, Any]:

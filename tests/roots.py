@@ -11,8 +11,7 @@ from torch import nn
 from autofit.plan import Plan
 from autofit.worker.harness.batch.chunked_root import OnShortage
 from autofit.worker.harness.patching.observers import Calls, Seams
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.records.trials import LaunchRequest, Proven, Script
 
 

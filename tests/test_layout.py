@@ -127,7 +127,6 @@ OTHER_MEANINGS = {
     "loss": "the key of a loss in a model's output or in a log",
     "ranks": "the number of processes, in documents, tables and command lines",
     "weights": "a kind of memory",
-    "zero_grad": "the method of torch.optim.Optimizer",
 }
 """Names of techniques that are words of others too, and what they are outside of ``strategies``."""
 NOT_TECHNIQUES = {

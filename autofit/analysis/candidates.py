@@ -96,6 +96,7 @@ class SearchState:
         ended = (*drifted, *refused(finished))
         untried = [p for p in tried if p not in known and not tainted(p, ended, finished)]
         batch = self.facts.batch if self.facts else None
+        least_gain = GAIN if self.space.ranks == 1 else GAIN_SPREAD
         found = Situation(
             candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
             waiting=tuple(plan for plan in untried if waits_for_unsized(plan, good)),
@@ -109,7 +110,7 @@ class SearchState:
             seconds_left=self.seconds_left,
             link=self.link,
             bandwidth=self.bandwidth,
-            least_gain=self._least_gain,
+            least_gain=GAIN_BEFORE_SPREAD if self.spreads_later else least_gain,
         )
         if launch is not None and not launch.fresh:
             left = (p for p in found.candidates if not p.alone)
@@ -128,12 +129,6 @@ class SearchState:
         if tainted(plan, ended, self.finished):
             return "another plan with these levels was refused"
         return clash(plan)
-
-    @property
-    def _least_gain(self) -> float:
-        if self.spreads_later:
-            return GAIN_BEFORE_SPREAD
-        return GAIN if self.space.ranks == 1 else GAIN_SPREAD
 
     def _holds(self, plan: Plan) -> bool:
         """Return whether the static memory under ``plan`` may fit the budget."""
@@ -169,12 +164,10 @@ def within_reach(
     level_sets = dict.fromkeys(LevelSet.of(base) for base in fitting[:REFINED])
     core = [p for each in level_sets for p in each.plans(space)] if holds else space.plans()
     if fitting and not holds and not any(base.searched in core for base in fitting):
-        needed = dict.fromkeys(_refining(base) for base in fitting[:REFINED])
+        levels = (base.searched.changes for base in fitting[:REFINED])
+        needed = dict.fromkeys(
+            tuple((s, level) for s, level in changes if strategies.get(s).level(level).refines)
+            for changes in levels
+        )
         core = (*core, *(plan for each in needed for plan in space.plans(dict(each))))
     return (*dict.fromkeys(filter(holds, (*core, *refined))),)
-
-
-def _refining(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Return the refining levels of a plan."""
-    changes = plan.searched.changes
-    return tuple((s, level) for s, level in changes if strategies.get(s).level(level).refines)

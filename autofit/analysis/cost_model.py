@@ -194,7 +194,9 @@ class CostModel:
     ) -> None:
         self._facts = facts = facts or Facts()
         self._finished = finished = tuple(finished)
-        wait = _shortest_wait(finished, facts)
+        loading = (t.report for t in finished if t.report and _loads(t.plan, facts))
+        of_loading = (each for report in loading for each in report.measurements)
+        wait = min((each.data_wait * each.seconds for each in of_loading), default=0.0)
         measured = [each for trial in finished for each in _observations(trial, facts, wait)]
         self._batch = float(facts.batch or max((each.samples for each in measured), default=1.0))
         self._budget = float(budget)
@@ -579,13 +581,6 @@ def _compile_seconds(finished: Sequence[TrialRecord], facts: Facts) -> Array:
         if trial.report is not None and trial.measurement is not None and len(slow) == 1:
             seconds[slow[0]] = max(each.compile_seconds for each in trial.report.measurements)
     return np.array([seconds[strategy.name, level.name] for strategy, level in EFFECTS])
-
-
-def _shortest_wait(finished: Iterable[TrialRecord], facts: Facts) -> float:
-    """Return the least seconds a step that a plan waited for a loader without workers."""
-    reports = [trial.report for trial in finished if trial.report and _loads(trial.plan, facts)]
-    measured = (each for report in reports for each in report.measurements)
-    return min((each.data_wait * each.seconds for each in measured), default=0.0)
 
 
 def _loads(plan: Plan, facts: Facts) -> bool:

@@ -184,19 +184,11 @@ def _ruled_out(level_set: LevelSet, space: Space, trials: Sequence[TrialRecord])
 
 
 def _sets(space: Space) -> Iterator[Mapping[str, str]]:
-    """Yield every combination of their levels, with the batch split and whole."""
-    choices = dict(space.levels)
-    splits = [AUTO, AS_IS] if AUTO in choices[SPLIT] else [AS_IS]
-    each = [_lowering(name, space.choices(name)) for name in STATIC_STRATEGIES]
+    """Yield every combination of levels that lower static memory, the batch split and whole."""
+    splits = [AUTO, AS_IS] if AUTO in space.choices(SPLIT) else [AS_IS]
+    each = []
+    for name in STATIC_STRATEGIES:  # the first choice is as_is, or what a search takes in its place
+        strategy, (first, *others) = strategies.get(name), space.choices(name)
+        each.append([first, *(n for n in others if not strategy.lowered(n).isdisjoint(KINDS))])
     for split, levels in itertools.product(splits, itertools.product(*each)):
         yield {**dict(zip(STATIC_STRATEGIES, levels, strict=True)), SPLIT: split}
-
-
-def _lowering(name: str, choices: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the first choice and those that lower static memory.
-
-    The first choice is ``as_is`` or the level that a search takes in its place.
-    """
-    strategy = strategies.get(name)
-    first, *others = choices
-    return first, *(each for each in others if not strategy.lowered(each).isdisjoint(KINDS))

@@ -349,11 +349,6 @@ def differences(key: StudyKey, script: Script, ranks: int | None) -> list[str]:
     if ranks is not None and key.gpus != ranks:
         found.append(f"searched with {key.gpus} ranks a training")
     if script.launcher and key.environment != now.environment:
-        variables = _different_variables(key, now) or "nothing set by a launcher"
-        found.append(f"searched with {variables}")
+        variables = [f"{k}={v}" for k, v in key.environment if (k, v) not in now.environment]
+        found.append(f"searched with {' '.join(variables) or 'nothing set by a launcher'}")
     return found
-
-
-def _different_variables(key: StudyKey, now: StudyKey) -> str:
-    """Return the launcher's variables in the study that have other values now."""
-    return " ".join(f"{k}={v}" for k, v in key.environment if (k, v) not in now.environment)

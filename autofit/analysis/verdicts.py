@@ -273,8 +273,9 @@ def culprit(report: TrialReport, finished: Iterable[TrialRecord] = ()) -> tuple[
         return report.blamed, plan[report.blamed]
     changed = set(plan.changes)
     if report.verdict in (Verdict.DRIFTED, Verdict.PLAN_FAILED):
-        drifted = report.verdict is Verdict.DRIFTED
-        good = (trial for trial in finished if _went_well(trial, compared=drifted))
+        good = [trial for trial in finished if trial.verdict is Verdict.MEASURED]
+        if report.verdict is Verdict.DRIFTED:
+            good = [trial for trial in good if trial.report and trial.report.index == 0]
         suspects = [changed - set(trial.plan.searched.changes) for trial in good]
         changed = min(suspects, key=len, default=changed) or changed
     changed = _suspected(changed)
@@ -317,12 +318,6 @@ def tainted(plan: Plan, ended: Iterable[TrialReport], finished: Sequence[TrialRe
         if levels and levels.items() <= plan.searched.levels.items():
             return True
     return False
-
-
-def _went_well(trial: TrialRecord, *, compared: bool) -> bool:
-    """Return whether a trial was measured; with ``compared``, as the first of its process."""
-    first = trial.report is not None and trial.report.index == 0
-    return trial.verdict is Verdict.MEASURED and (first or not compared)
 
 
 def closest(finished: Iterable[TrialRecord]) -> TrialRecord | None:

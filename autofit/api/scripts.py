@@ -10,9 +10,8 @@ from typing import Any
 
 from autofit.exceptions import UsageError
 from autofit.inspection.options import CheckOptions, ExplainOptions, FitOptions
-from autofit.launch_lines import Launch, understand
+from autofit.launch_lines import Launch, check_file, check_syntax, launch_of, understand
 from autofit.launch_lines.span import span
-from autofit.launch_lines.target import check_file, check_syntax, launch_of
 from autofit.storage.url import default_url, to_url
 from autofit.tuning.options import SearchOptions
 

@@ -75,8 +75,7 @@ def some_launch(script: str | None, module: str | None) -> Launch | None:
 
     Raises ``UsageError`` if it cannot be started.
     """
-    from autofit.launch_lines import understand
-    from autofit.launch_lines.target import check_file, launch_of
+    from autofit.launch_lines import check_file, launch_of, understand
 
     args = click.get_current_context().meta[_ARGS]
     cwd = str(Path.cwd())

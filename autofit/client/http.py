@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -27,6 +28,7 @@ _PAUSE = 1.0
 _RESTARTED = (502, 503, 504)
 """Answers of a service, or of the proxy before it, that is not ready at the moment."""
 _LOST_ERRORS = (OSError, http.client.HTTPException)
+"""They include ``urllib.error.HTTPError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +48,21 @@ class Service:
     does not answer.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """``say`` receives a line when a request is tried again for some time."""
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--server {url}: give a URL, such as http://gpu-server:8600")
         self.url = url.rstrip("/")
         self.token = os.environ.get(TOKEN) if token is None else token
+        self._say = say
+        self._waits = False
+        """Whether it was said that requests are tried again."""
 
     def get(self, path: str, **query: Any) -> Any:
         """Return the JSON that the service answers."""
@@ -81,12 +93,9 @@ class Service:
                         yield event
                         if event.kind == "end":
                             return
+                time.sleep(_PAUSE)  # the service is restarted
             except _LOST_ERRORS as error:
-                if isinstance(error, urllib.error.HTTPError) and _final(error):
-                    raise _refusal(error) from error
-                if time.monotonic() - heard > LOST:
-                    raise self._lost(error) from error
-            time.sleep(_PAUSE)
+                self._wait(error, heard)
 
     def _answer(
         self, method: str, path: str, data: bytes | None = None, kind: str | None = None
@@ -95,20 +104,37 @@ class Service:
 
         So a request may arrive twice. Those that would count twice carry a key.
         """
-        deadline = time.monotonic() + LOST
+        began = time.monotonic()
         while True:
             try:
                 with self._open(method, path, data, {"Content-Type": kind} if kind else {}) as s:
                     body: bytes = s.read()
                     return body
-            except urllib.error.HTTPError as error:
-                if _final(error) or time.monotonic() >= deadline:
-                    raise _refusal(error) from error
-                time.sleep(float(error.headers.get("Retry-After") or _PAUSE))
             except _LOST_ERRORS as error:
-                if time.monotonic() >= deadline:
-                    raise self._lost(error) from error
-                time.sleep(_PAUSE)
+                self._wait(error, began)
+
+    def _wait(self, error: OSError | http.client.HTTPException, since: float) -> None:
+        """Wait until a request can be sent again that has failed.
+
+        Raises one of our errors if it would fail again, or the service counts as lost.
+        """
+        over, pause = time.monotonic() - since > LOST, _PAUSE
+        if isinstance(error, urllib.error.HTTPError):
+            if over or error.code not in (TOO_MANY, *_RESTARTED):
+                raise _refusal(error) from error
+            pause = float(error.headers.get("Retry-After") or _PAUSE)
+        reason = getattr(error, "reason", None) or error
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            raise UsageError(
+                f"the certificate of {self.url} is not trusted ({reason.verify_message}): name the"
+                " one of its issuer in SSL_CERT_FILE"
+            ) from error
+        if over:
+            raise self._lost(reason) from error
+        if not self._waits:
+            self._waits = True
+            self._say(f"{self.url} does not answer ({reason}): trying again for {LOST:.0f} s")
+        time.sleep(pause)
 
     def _open(
         self, method: str, path: str, data: bytes | None = None, headers: Mapping[str, str] = {}
@@ -116,19 +142,15 @@ class Service:
         request = urllib.request.Request(self.url + path, data, dict(headers), method=method)
         if self.token:
             request.add_header("Authorization", f"Bearer {self.token}")
-        return urllib.request.urlopen(request, timeout=ANSWER)
+        answer = urllib.request.urlopen(request, timeout=ANSWER)
+        self._waits = False
+        return answer
 
-    def _lost(self, error: Exception) -> WorkerError:
-        reason = getattr(error, "reason", None) or error
+    def _lost(self, reason: object) -> WorkerError:
         return WorkerError(
             f"the service at {self.url} does not answer ({reason}): is `autofit serve` running"
             " there? A submitted search goes on without this command"
         )
-
-
-def _final(error: urllib.error.HTTPError) -> bool:
-    """Return whether the same request would be refused again."""
-    return error.code not in (TOO_MANY, *_RESTARTED)
 
 
 def _refusal(error: urllib.error.HTTPError) -> AutofitError:

@@ -67,7 +67,7 @@ def search(
     """
     if options.address is not None:
         raise UsageError("--server and --address: a service has its own cluster; drop --address")
-    service = Service(server)
+    service = Service(server, say=lambda line: listener(Line(text=line)))
     folder = Path(options.script.cwd).resolve()
     request = {**request_of(options, given), "priority": priority, "deadline": deadline}
     request["key"] = uuid.uuid4().hex  # the request may be sent again

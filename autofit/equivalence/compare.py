@@ -218,7 +218,8 @@ class _Step:
             few = self.rounding and self.expected.sizes[index] < ALLOWED.few
             missing = change.found == 0.0 and change.norm > 10 * floor and not self.redrawn
             row = math.inf if few else allowed.row_length
-            if missing or _longer(change) > _times(row, change.norm) + 10 * floor:
+            longest = math.inf if row == math.inf else row * change.norm
+            if missing or _longer(change) > longest + 10 * floor:
                 name, figure = self.expected.names[index], f"{change.ratio:.3g} times as large"
                 self._raise_drift(f"the change of {name} is", figure, row)
 
@@ -230,10 +231,6 @@ class _Step:
         if what.startswith("the loss"):
             raise _Drift(f"{what} {step}, the reference's {figure}; {allowed:.2g} allowed")
         raise _Drift(f"{what} {figure} {step}; {allowed:.2g} allowed")
-
-
-def _times(factor: float, norm: float) -> float:
-    return math.inf if factor == math.inf else factor * norm
 
 
 def _longer(pair: Pair) -> float:

@@ -13,7 +13,7 @@ from autofit.exceptions import StorageError, UsageError
 from autofit.plan import Plan
 from autofit.storage import EvidenceKey, Store
 from autofit.strategies import AUTO, Number
-from autofit.worker.harness.measurement.source_digests import digest_of
+from autofit.worker.harness.torch_state.frames import digest_of
 from autofit.worker.records.trials import Proven, Script, Verified
 
 VERSIONS = ("autofit", "python", "torch", "accelerate", "bitsandbytes", "transformers")

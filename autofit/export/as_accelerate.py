@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autofit.analysis.result import Result
-from autofit.export.carried import Carried, comments, parts, samples_a_device
-from autofit.export.header import launched_with
+from autofit.export.carried import Carried, comments, launched_with, parts, samples_a_device
 from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import ScriptPart
 
@@ -51,7 +50,7 @@ def settings(result: Result) -> Carried:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _kind(result, fsdp, deepspeed),
         "mixed_precision": launched.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "use_cpu": result.hardware.device == "cpu",
+        "use_cpu": result.hardware.on_host,
         "debug": False,
         "num_processes": result.devices,
         "dynamo_config": {},
@@ -75,7 +74,7 @@ def _kind(result: Result, fsdp: object, deepspeed: object) -> str:
         return "DEEPSPEED"
     if result.devices == 1:
         return "NO"
-    return "MULTI_CPU" if result.hardware.device == "cpu" else "MULTI_GPU"
+    return "MULTI_CPU" if result.hardware.on_host else "MULTI_GPU"
 
 
 def _fsdp_of(result: Result, found: Carried) -> dict[str, Any] | None:
@@ -136,7 +135,7 @@ def _about_batches(result: Result, found: Carried) -> None:
             )
     if plan.splits and not split:
         found.by_hand |= accumulation(result)
-    if result.devices > 1 and result.hardware.device == "cpu":
+    if result.devices > 1 and result.hardware.on_host:
         found.notes.append("On a CPU, accelerate launch starts one process; only MPI starts more.")
 
 

@@ -78,7 +78,7 @@ def render(result: Result) -> str:
 def settings(result: Result) -> Carried:
     """Return the arguments for the plan of ``result``, each as code, with the callback's."""
     found = arguments(result)
-    cpu = result.hardware.device == "cpu"
+    cpu = result.hardware.on_host
     found.fields = {
         "accelerator": '"cpu"' if cpu else '"gpu"',
         "devices": str(result.devices),
@@ -129,18 +129,18 @@ def batch_size(result: Result) -> int | None:
 
 
 def _in_callback(plan: Plan, found: Carried) -> dict[str, ByHand]:
-    """Return the levels that the callback sets, by strategy: those that ``found`` lacks."""
+    """Return the levels that the callback sets, by strategy: those that ``found`` lacks.
+
+    The script itself makes loaders and splits batches.
+    """
     hands = {
         strategy.name: hand
         for strategy, level in plan
         if strategy.name not in found.strategies and (hand := strategy.by_hand(level))
     }
-    return {name: hand for name, hand in hands.items() if _expressible(hand)}
-
-
-def _expressible(hand: ByHand) -> bool:
-    """Return whether a callback can set it: the script itself makes loaders and splits batches."""
-    return bool(hand.prepare or hand.around or hand.optimizer)
+    return {
+        name: hand for name, hand in hands.items() if hand.prepare or hand.around or hand.optimizer
+    }
 
 
 def _hands(result: Result) -> list[ByHand]:

@@ -174,7 +174,7 @@ def _chunks(result: Result, source: Source, found: Carried) -> None:
 
 
 def _arguments(result: Result, source: Source, found: Carried) -> None:
-    """Set arguments where the script makes its loader and optimizer, and zeroes gradients."""
+    """Set arguments where the script makes its loader and optimizer."""
     hands = {s.name: hand for s, level in result.plan if (hand := s.by_hand(level)) is not None}
     for name, hand in hands.items():
         if hand.loader and (loader := source.training_loader()) is not None:
@@ -184,10 +184,6 @@ def _arguments(result: Result, source: Source, found: Carried) -> None:
         if hand.optimizer and made is not None and name not in found.by_hand:
             source.set_keywords(made.call, hand.optimizer)
             found.express(name)
-        for function, arguments in hand.calls.items():
-            if (call := source.call(function)) is not None:
-                source.set_keywords(call, arguments)
-                found.express(name)
 
 
 def _model(result: Result, source: Source, found: Carried) -> None:

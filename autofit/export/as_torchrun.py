@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator
 
 from autofit.analysis.result import Result
-from autofit.export.header import launched_with, origin
+from autofit.export.carried import launched_with, origin
 from autofit.export.load import PLAN
 from autofit.printable import printable
 

@@ -39,7 +39,7 @@ def render(result: Result) -> str:
 def settings(result: Result) -> Carried:
     """Return the fields for the plan of ``result``."""
     found = Carried(parts=PARTS)
-    if result.hardware.device == "cpu":
+    if result.hardware.on_host:
         found.fields["use_cpu"] = True
     if result.facts is not None and result.facts.framework != "transformers":
         found.notes.append("The script has no Trainer: the fields are for a script that has one.")

@@ -1,4 +1,4 @@
-"""What a format can carry of a plan, and the comments that say so at the top of its file."""
+"""What a format can carry of a plan, and the comments that an exported file begins with."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.analysis.result import Result
-from autofit.export.header import origin
 from autofit.plan import Plan
+from autofit.printable import printable
 from autofit.strategies import Facts, Number, Strategy, counting
 from autofit.strategies.base import ScriptPart, Training
+from autofit.units import format_size
+from autofit.worker.launch import rank_environment
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,6 +92,21 @@ def training_of(result: Result, *, fsdp: bool = False) -> Training:
     """Return what another program's settings depend on, beside the plan."""
     device = result.hardware.device
     return Training(device=device, facts=result.facts or Facts(), fsdp=fsdp)
+
+
+def origin(result: Result) -> str:
+    """Return the comment line with the plan and its measurement."""
+    measured = result.measurement
+    devices = f"{result.devices} x {result.hardware.name}"
+    speed, peak = f"{measured.samples_per_second:.4g}", format_size(measured.peak_device)
+    line = f"{result.plan}: {speed} samples/s on {devices}, peak {peak}, as autofit measured it."
+    return f"# {printable(line)}"
+
+
+def launched_with(result: Result) -> dict[str, str]:
+    """Return the variables that the launcher set for the script, without those of a rank."""
+    own = rank_environment.environment(0, 1, 0, {})
+    return {name: value for name, value in result.script.environment if name not in own}
 
 
 def comments(result: Result, why: str, carried: Carried) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autofit.exceptions import UsageError
 from autofit.facts import Hardware
 from autofit.suggestions import did_you_mean
+from autofit.worker.meter.kinds import cuda
 
 GIB = 1 << 30
 FREE = 0.95
@@ -41,7 +42,7 @@ class GpuModel:
     def hardware(self) -> Hardware:
         """Return the card as a process would find it."""
         return Hardware(
-            device="cuda",
+            device=cuda.KIND.name,
             name=f"NVIDIA {self.name}",
             total_bytes=int(self.memory * GIB),
             capability=self.capability,

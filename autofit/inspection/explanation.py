@@ -114,7 +114,7 @@ def explain(options: ExplainOptions, say: Say = lambda line: None) -> Explanatio
     if as_it_is.fits and timeline is not None:
         measured = _measured(options, target)
         found = techniques.techniques(timeline, outcome.facts, target.hardware, measured)
-        fits = CardFits(outcome, cuda=target.hardware.device == "cuda")
+        fits = CardFits(outcome, cuda=not target.hardware.on_host)
         fitting = tuple(fits.on(model) for model in MODELS)
     return Explanation(
         script=options.script,
@@ -144,7 +144,7 @@ def beside_tensors(inspected: Inspected) -> tuple[Part, ...]:
 
 
 def _check_snapshot(hardware: Hardware, path: Path) -> None:
-    if hardware.device != "cuda":
+    if hardware.on_host:
         raise UsageError(
             f"--snapshot {path}: PyTorch records memory snapshots of GPUs only; this machine has"
             " none, so leave it out"

@@ -10,7 +10,7 @@ from autofit.exceptions import ScriptError, WorkerError
 from autofit.facts import Facts, Hardware
 from autofit.inspection.cards import model_named
 from autofit.plan import Plan
-from autofit.strategies import REGISTRY, SPLIT, Memory, Number, Strategy, counting
+from autofit.strategies import REGISTRY, SPLIT, Memory, Number, counting
 from autofit.strategies.support.block_levels import ALL
 from autofit.worker import meter
 from autofit.worker.launch.launcher import launch
@@ -154,7 +154,10 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         if target.fake and inspected is not None:
             stopped = report.reason.partition(". ")[0]  # torch goes on with a list of backends
         else:
-            _raise_failure(target.script, plan, report)
+            if report.verdict is Verdict.SCRIPT_FAILED:
+                raise ScriptError(f"{target.script.target}: {report.reason}", report.traceback)
+            if report.verdict in (Verdict.TIMED_OUT, Verdict.INTERRUPTED):
+                raise WorkerError(f"{target.script.target} under {plan}: {report.reason}")
     if ended is not None and ended.lost:
         raise WorkerError(f"{target.hardware.name}: {ended.lost}")
     if inspection is not None and inspected is None and report is None:
@@ -168,15 +171,6 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> Outcome:
         uncontained=uncontained,
         stopped=stopped,
     )
-
-
-def _raise_failure(script: Script, plan: Plan, report: TrialReport) -> None:
-    """Raise an error if the script failed, or the launch was interrupted."""
-    match report.verdict:
-        case Verdict.SCRIPT_FAILED:
-            raise ScriptError(f"{script.target}: {report.reason}", report.traceback)
-        case Verdict.TIMED_OUT | Verdict.INTERRUPTED:
-            raise WorkerError(f"{script.target} under {plan}: {report.reason}")
 
 
 def _untrained(script: Script, ended: LaunchEnded | None) -> str:
@@ -196,7 +190,11 @@ def leaner_plans(facts: Facts, hardware: Hardware) -> Sequence[Plan]:
     eighth = str(max(1, (facts.batch or 1) // 8))
     blocks = {counting(Number.BLOCKS).name: ALL}
     leanest = {each.name: each.ordered[-1] for each in REGISTRY if each.ordered}
-    released = {each.name: each.levels[1].name for each in REGISTRY if _frees_gradients(each)}
+    released = {
+        each.name: each.levels[1].name
+        for each in REGISTRY
+        if each.replays and each.keeps(each.levels[1].name, Memory.GRADIENTS, {}) < 1.0
+    }
     steps: tuple[dict[str, str], ...] = (
         {SPLIT: eighth},
         {SPLIT: "1", **blocks},
@@ -214,9 +212,3 @@ def leaner_plans(facts: Facts, hardware: Hardware) -> Sequence[Plan]:
         if not any(reasons) and not clash(plan):
             found.append(plan)
     return found
-
-
-def _frees_gradients(strategy: Strategy) -> bool:
-    """Return whether a strategy lowers the gradients, and a prediction knows by how much."""
-    first = strategy.levels[1].name
-    return strategy.replays and strategy.keeps(first, Memory.GRADIENTS, {}) < 1.0

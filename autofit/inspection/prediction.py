@@ -250,7 +250,7 @@ class _Replay:
         self._timeline = timeline
         self.facts = facts
         self._last = step.last
-        self._batch_share = self._share_of_batch()
+        self._batch_share = plan.samples(facts.batch) / facts.batch if facts.batch else 1.0
         self._chunk_share = self._share_of_chunk()
         self.forward = min(timeline.forward, default=0)
         self.backward = min(timeline.backward, default=self._last)
@@ -318,10 +318,6 @@ class _Replay:
             if Memory.ACTIVATIONS in strategy.lowered(level):
                 share *= strategy.expected_share(level, self.facts)
         return lives.where(lives.growing, size=lives.size * share)
-
-    def _share_of_batch(self) -> float:
-        batch = self.facts.batch
-        return self._plan.samples(batch) / batch if batch else 1.0
 
     def _share_of_chunk(self) -> float:
         """Return the share of a call's samples that runs at once."""

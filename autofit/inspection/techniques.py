@@ -13,7 +13,7 @@ from autofit.inspection.prediction import Predictor, predictable
 from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.space.order import expected
-from autofit.storage import State, Store, TrialRecord, script_path
+from autofit.storage import State, Store, script_path
 from autofit.storage.records import StudyKey
 from autofit.strategies import Fidelity, Number, Strategy
 from autofit.strategies.support.block_levels import most_blocks
@@ -69,7 +69,7 @@ def techniques(
     predictor = Predictor(timeline, facts)
     as_it_is = predictor.peak(Plan())
     found = [
-        _technique(plan, predictor, facts, measured, as_it_is, cuda=hardware.device == "cuda")
+        _technique(plan, predictor, facts, measured, as_it_is, cuda=not hardware.on_host)
         for plan in single_plans(facts, hardware)
         if predictor.applies(plan)
     ]
@@ -161,16 +161,7 @@ def stored(store: Store, script: Script, hardware: Hardware) -> Measured:
         if (key.digest, key.args, key.gpu, key.gpus) != (own.digest, own.args, own.gpu, own.gpus):
             continue
         for trial in store.trials(study, state=State.FINISHED):
-            found |= _of_trial(trial, study.facts or Facts())
+            for each in trial.report.measurements if trial.report else ():
+                if not (plan := each.plan(trial.plan)).open:
+                    found[plan.whole(study.facts or Facts())] = each
     return found
-
-
-def _of_trial(trial: TrialRecord, facts: Facts) -> Measured:
-    """Return what a trial measured, by plan."""
-    if trial.report is None:
-        return {}
-    return {
-        each.plan(trial.plan).whole(facts): each
-        for each in trial.report.measurements
-        if not each.plan(trial.plan).open
-    }

@@ -38,7 +38,8 @@ def span(
                 f"--gpus {gpus}: the launch line sets up {launch.ranks} ranks;"
                 " give as many, or --gpus-per-trial"
             )
-        return launch.ranks, (_as_the_line_says(launch.ranks),) * (launch.ranks > 1)
+        line = f"each training has {launch.ranks} ranks, as the launch line says"
+        return launch.ranks, (line,) * (launch.ranks > 1)
     if gpus is None or gpus == 1:
         return None, ()
     if not (word := _mentioned(launch)):
@@ -54,10 +55,6 @@ def differing(launch: Launch, per_trial: int) -> tuple[str, ...]:
     if launch.ranks in (None, per_trial):
         return ()
     return (f"--gpus-per-trial {per_trial} is used; the launch line says {launch.ranks}",)
-
-
-def _as_the_line_says(ranks: int) -> str:
-    return f"each training has {ranks} ranks, as the launch line says"
 
 
 def _mentioned(launch: Launch) -> str:

@@ -101,7 +101,7 @@ def _context(content: Content, storage: str | None) -> Mapping[str, Any]:
         "commands": commands(study.script, storage) if result else [],
         "versions": sorted(study.versions.items()),
         "day": history.day(study.opened),
-        "on_cpu": study.hardware.device == "cpu",
+        "on_cpu": study.hardware.on_host,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,7 +75,9 @@ class Call:
         self._arguments = arguments
         self._key = key_of(arguments)
         self.ranks = Ranks() if in_use() else None
-        self.setting = protected.fallback.start(self._remembered())
+        known = protected.memory.recall(self._key) if protected.memory else None
+        known = known if self.ranks is None else self.ranks.agree_on_start(known)
+        self.setting = protected.fallback.start(known)
         self._random = RandomState.now(elsewhere=False)
         self._gradients = OuterGradients(protected.function, arguments)
         self._checkpoint = self._make_checkpoint()
@@ -83,11 +85,6 @@ class Call:
         self._shortage: tuple[Exception, str] | None = None
         """The last error of memory, whose frames are cleared, and the setting that it came from."""
         self._begin()
-
-    def _remembered(self) -> Mapping[str, int | str] | None:
-        memory = self.protected.memory
-        known = memory.recall(self._key) if memory else None
-        return known if self.ranks is None else self.ranks.agree_on_start(known)
 
     def watched(self) -> AbstractContextManager[None]:
         """Return a context that frees this rank from a stuck collective when another rank fails.

@@ -95,16 +95,14 @@ class BatchSizes(Fallback):
         if self.accumulates:
             label += f", accumulation {accumulation}"
         effective = size * (accumulation if self.accumulates else 1)
+        hint = "" if self.accumulates else "; take accumulation as an argument to keep it"
+        warning = f"the effective batch is {effective} instead of {self.requested}{hint}"
         return Setting(
             values=(size, accumulation) if self.accumulates else (size,),
             label=label,
             to_remember=(("batch_size", size),),
-            warning="" if effective == self.requested else self._warning(effective),
+            warning="" if effective == self.requested else warning,
         )
-
-    def _warning(self, effective: int) -> str:
-        hint = "" if self.accumulates else "; take accumulation as an argument to keep it"
-        return f"the effective batch is {effective} instead of {self.requested}{hint}"
 
     def _smaller(self, size: int) -> int:
         half = max(size // 2, min(self.smallest, size - 1))

@@ -9,7 +9,7 @@ import torch
 
 from autofit.worker.meter import accelerator
 from autofit.worker.meter.base import NEAR
-from autofit.worker.meter.cpu import ShimMeter
+from autofit.worker.meter.kinds.cpu import ShimMeter
 from autofit.worker.oom.classifier import Diagnosis, Kind, classify
 from autofit.worker.oom.frames import free_frames
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.resilience.arguments import Arguments
+from autofit.strategies.support.parameter_groups import parameters as held_by
 from autofit.worker.harness.torch_state.reachable_state import named_in
 
 _PLAIN = (
@@ -73,7 +74,7 @@ def parameters(function: Callable[..., Any], arguments: Arguments) -> Parameters
             for each in _parameters(value):
                 found[id(each())] = each
         elif isinstance(value, Optimizer):
-            for parameter in (p for group in value.param_groups for p in group["params"]):
+            for parameter in held_by(value):
                 found[id(parameter)] = ref(parameter)
     return list(found.values())
 

@@ -47,10 +47,6 @@ class PlanSession(Session):
         self._reached = self.micro_batch
         self.stop()
 
-    def plan_for(self, root: HarnessRoot) -> Plan:
-        """Return the one plan."""
-        return self._plan
-
     def optimizer_plan(self) -> Plan:
         """Return the one plan."""
         return self._plan

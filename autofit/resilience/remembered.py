@@ -13,13 +13,14 @@ from typing import TypeVar
 import torch
 
 from autofit.exceptions import AutofitError
+from autofit.facts import HOST
 from autofit.resilience.call_key import Key, digest
 from autofit.storage import FittedKey, default_url
 from autofit.storage.url import exists
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
 from autofit.worker.meter import accelerator
-from autofit.worker.meter.cpu import ShimMeter
+from autofit.worker.meter.kinds.cpu import ShimMeter
 
 log = logging.getLogger("autofit.resilient")
 
@@ -70,7 +71,7 @@ class Memory:
         return found[FITTED].content if FITTED in found else None
 
     def _write(self, key: Key, values: Values, this_rank: bool) -> None:
-        if not (this_rank or _is_writer()):
+        if not (this_rank or _ranks() == 1 or torch.distributed.get_rank() == 0):
             return
         from autofit.storage import Store
 
@@ -99,9 +100,9 @@ class Memory:
 
 def _device() -> tuple[str, int]:
     """Return the name of the device, and the bytes of its memory that this process may use."""
-    if accelerator.device() != "cpu":
+    if accelerator.device() != HOST:
         return accelerator.name(), accelerator.usable()
-    hardware = meter.hardware("cpu")
+    hardware = meter.hardware(HOST)
     shim = ShimMeter.loaded()
     return hardware.name, (shim.capacity if shim else None) or hardware.total_bytes
 
@@ -109,8 +110,3 @@ def _device() -> tuple[str, int]:
 def _ranks() -> int:
     in_use = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if in_use else 1
-
-
-def _is_writer() -> bool:
-    """Return whether this rank writes the store."""
-    return _ranks() == 1 or torch.distributed.get_rank() == 0

@@ -8,7 +8,6 @@ those that are still alive came from outside.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from autofit.strategies.support.parameter_groups import parameters
 
 _Versions = list[tuple["weakref.ref[torch.Tensor]", int]]
 
@@ -31,19 +32,21 @@ class _SteppedOptimizer:
         self.counted = type(optimizer).__module__.startswith("torch.optim")
         """Optimizers of torch raise a tensor's version; others may write through raw pointers."""
         self.completed = False
-        self.parameters: _Versions = [(weakref.ref(p), p._version) for p in _parameters(optimizer)]
-        self.state: _Versions = [(weakref.ref(t), t._version) for t in _state_tensors(optimizer)]
+        self.parameters: _Versions = [(weakref.ref(p), p._version) for p in parameters(optimizer)]
+        state = (each for each in optimizer.state.values() if isinstance(each, dict))
+        tensors = (v for each in state for v in each.values() if isinstance(v, torch.Tensor))
+        self.state: _Versions = [(weakref.ref(each), each._version) for each in tensors]
         self.fresh = [ref for ref, _ in self.parameters if ref() not in optimizer.state]
         """Parameters that had no optimizer state before the step."""
 
     def changed(self) -> bool:
         """Return whether the step changed a parameter or a state tensor that is still alive."""
-        alive = [(ref(), version) for ref, version in self.parameters]
-        if all(tensor is None for tensor, _ in alive):
+        if all(ref() is None for ref, _ in self.parameters):
             return False
         if self.completed or not self.counted:
             return True
-        return any(_is_changed(each) for each in (*self.parameters, *self.state))
+        known = ((ref(), version) for ref, version in (*self.parameters, *self.state))
+        return any(each is not None and each._version != version for each, version in known)
 
     def undo(self) -> None:
         """Remove the state that an interrupted first step began to create."""
@@ -100,18 +103,3 @@ class OptimizerSteps:
         for stepped in self._seen.values():
             stepped.undo()
         return None
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        values = state.values() if isinstance(state, dict) else ()
-        yield from (value for value in values if isinstance(value, torch.Tensor))
-
-
-def _is_changed(pair: tuple[weakref.ref[torch.Tensor], int]) -> bool:
-    tensor = pair[0]()
-    return tensor is not None and tensor._version != pair[1]

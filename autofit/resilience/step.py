@@ -129,7 +129,9 @@ class _Run:
     def work(self) -> Work:
         """Run part after part; if one does not fit, start over or continue with smaller parts."""
         yield from self._parts((0, self.samples), None, last=True)
-        self._remember_limit()
+        self.limit.succeeded(self.samples, self.step.grows)
+        if self.limit.samples != self._known_limit and self.step.memory is not None:
+            self.step.memory.remember(self.key, self._to_remember, is_new=True)
         if len(self.outputs) > 1 and self.step.join is not None:
             return self.step.join(self.outputs)
         return join_outputs(self.outputs, self.done, self.weights, self.step.dim)
@@ -356,11 +358,6 @@ class _Run:
         survived.add()
         for hook in (*switches.hooks(), *self.step.hooks):
             hook(record)
-
-    def _remember_limit(self) -> None:
-        self.limit.succeeded(self.samples, self.step.grows)
-        if self.limit.samples != self._known_limit and self.step.memory is not None:
-            self.step.memory.remember(self.key, self._to_remember, is_new=True)
 
     @property
     def _to_remember(self) -> dict[str, int]:

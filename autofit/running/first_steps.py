@@ -31,7 +31,9 @@ def compared(found: FirstSteps, searched: Measurement, *, peak: bool, shrunk: bo
         peak_device=found.peak_device,
         probed=False,
     )
-    slow = _highest(now) < (1 - MORE) * _lowest(searched)
+    fastest = now.samples_per_second + now.samples_per_second_spread
+    slowest = searched.samples_per_second - searched.samples_per_second_spread
+    slow = fastest < (1 - MORE) * slowest
     large = peak and now.peak_device > (1 + MORE) * searched.peak_device
     sizes = [format_size(each.peak_device) for each in (now, searched)] if peak else []
     line = (
@@ -79,14 +81,6 @@ def _differences(
         yield f"a step has {now.effective_batch} samples, not {searched.effective_batch}"
     if shrunk:
         yield "memory ran short, and it trains in smaller chunks"
-
-
-def _highest(measurement: Measurement) -> float:
-    return measurement.samples_per_second + measurement.samples_per_second_spread
-
-
-def _lowest(measurement: Measurement) -> float:
-    return measurement.samples_per_second - measurement.samples_per_second_spread
 
 
 def _spread(measurement: Measurement) -> str:

@@ -17,6 +17,7 @@ from autofit.analysis.verdicts import best_plan
 from autofit.evidence.lookup import Evidence, key_of, stored
 from autofit.evidence.verify import Checked, verify
 from autofit.exceptions import StorageError, UsageError
+from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.running.first_steps import compared, speed
 from autofit.running.foreground import Foreground, Silent, started
@@ -254,12 +255,12 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
 
     A script that sees more cards may use them all, which would be another training.
     """
-    cards = meter.cards() if device == "cuda" else ()
+    cards = meter.kind(device).cards()
     if len(cards) <= ranks:
         return {}
     entries = [card.entry for card in cards[:ranks]]
     say(f"{len(cards)} GPUs are visible; the script sees {', '.join(entries)}, as searched")
-    return {meter.VISIBLE: ",".join(entries)}
+    return meter.kind(device).shown(entries)
 
 
 def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:
@@ -292,7 +293,8 @@ def _more_blocks(trial: TrialRecord) -> list[Measurement]:
 
 def _check_devices(device: str, ranks: int) -> None:
     """Raise ``UsageError`` if there are fewer GPUs than ranks; the CPU runs any number."""
-    if device == "cuda" and (found := len(meter.cards())) < ranks:
+    of_device = meter.kind(device)
+    if not of_device.on_host and (found := len(of_device.cards())) < ranks:
         raise UsageError(f"{ranks} ranks need as many GPUs, and {found} are visible here")
 
 
@@ -423,7 +425,7 @@ class _Attempts:
                 case Silent():
                     self.say(f"{who}{SILENT}")
                 case FirstSteps() if found := self.searched.get(reported.plan or plans[0]):
-                    alike = self.device == "cuda" or self.budget is not None
+                    alike = self.device != HOST or self.budget is not None
                     self.say(compared(event, found, peak=alike, shrunk=reported.shrunk))
                 case Ran():
                     self.log.event("ran", asdict(event) | of)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import tempfile
 import threading
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path as FilePath
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,32 +28,25 @@ from autofit.analysis.ranking import result_of
 from autofit.client import archive, messages
 from autofit.client.search import OF_THE_SERVICE
 from autofit.exceptions import AutofitError, StorageError, UsageError
-from autofit.export import FORMATS, render
+from autofit.export import FORMATS
 from autofit.report.content import read
 from autofit.report.page import page
-from autofit.service import confined, refusals, requests
+from autofit.service import refusals, requests
 from autofit.service.boundary import CONNECTIONS, Boundary, User, address_of
+from autofit.service.events import Events
+from autofit.service.files import READS_THE_SCRIPT, Files
 from autofit.service.gpus import Gpus, GpusAnswer
 from autofit.service.metrics import KIND, Figures
 from autofit.service.observed import Observed
 from autofit.service.pages import add_pages
-from autofit.service.runner import name_of_upload
 from autofit.service.users import Users
 from autofit.storage import Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
 from autofit.storage.convert import to_json
 from autofit.tuning.options import flags
 from autofit.worker.cluster.nodes import Node
 
-POLL = 0.3
-"""Seconds between two looks for new notices."""
-SIGN_OF_LIFE = 15.0
-"""Seconds after which a stream without events sends a comment."""
 MOST = 100
 """Searches in one answer of the list."""
-MOST_READ = 2
-"""Files of users that are read at a time; an uploaded folder may be in memory once."""
-READS_THE_SCRIPT = "patch"
-"""The export format that changes the script's own text."""
 _OPTIONS = "; ".join(
     f"`{each.name}`: {flag.help}" for each, flag in flags() if each.name not in OF_THE_SERVICE
 )
@@ -187,7 +176,9 @@ def make_app(
     app.add_middleware(Boundary, users=users, limit=limit, connections=connections)
     app.add_middleware(Observed, seen=figures.seen)
     app.state.users = users
-    _add_routes(app, store, queue, users, limit)
+    files = Files(queue, users, limit)
+    _add_searches(app, queue, users, files)
+    _add_results(app, store, queue, files)
     _add_probes(app, queue, alive)
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -200,46 +191,12 @@ def make_app(
         """Return the machines with GPUs, and who holds how many."""
         return held.look()
 
-    add_pages(app, queue, held)
+    add_pages(app, store, queue, held)
     return app
 
 
-def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: int) -> None:
-    reading = asyncio.Semaphore(MOST_READ)
-    own: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    @contextlib.asynccontextmanager
-    async def turn(user: str) -> AsyncIterator[None]:
-        """Wait until a file of this user may be read, one at a time; who waits holds no thread."""
-        async with own[user], reading:
-            yield
-
-    def store_upload(file: IO[bytes], user: str, address: str) -> str:
-        file.seek(0)
-        digest = confined.digest(file, limit, users.uid(user))
-        file.seek(0)
-        limits = users.limits(user)
-        queue.add_upload(digest, file.read(), user, limits=limits, address=address)
-        return digest
-
-    def exported(number: int, user: str, form: str, partial: bool) -> str:
-        record = queue.search(number, user)
-        result = result_of(store, _study(store, record))
-        if result is None:
-            raise UsageError(f"search {number} has no plan that fits yet")
-        if (digest := record.submission.upload) is not None:
-            script = replace(result.script, cwd=name_of_upload(digest))
-            result = replace(result, script=script)
-        if form != READS_THE_SCRIPT:
-            return render(form, result, partial=partial)
-        uid = users.uid(user)
-        if digest is None:
-            return confined.render(form, result, partial, uid)
-        with tempfile.TemporaryDirectory(prefix="autofit-") as scratch:
-            folder = FilePath(scratch, "files")
-            confined.unpack(queue.upload(digest), folder, limit, uid)
-            result = replace(result, script=replace(result.script, cwd=str(folder)))
-            return confined.render(form, result, partial, uid)
+def _add_searches(app: FastAPI, queue: Queue, users: Users, files: Files) -> None:
+    followed = Events(queue, lambda record: asdict(_answer(record)))
 
     @app.post("/api/uploads", status_code=201)
     async def upload(request: Request, user: User) -> UploadAnswer:
@@ -247,8 +204,8 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         with tempfile.TemporaryFile() as file:
             async for part in request.stream():
                 file.write(part)
-            async with turn(user):
-                digest = await run_in_threadpool(store_upload, file, user, address_of(request))
+            async with files.turn(user):
+                digest = await run_in_threadpool(files.store, file, user, address_of(request))
             return UploadAnswer(upload=digest)
 
     @app.post("/api/searches", status_code=201)
@@ -303,10 +260,19 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         """
         await run_in_threadpool(queue.search, number, user)
         return StreamingResponse(
-            _stream(queue, number, last_event_id),
+            followed.stream(number, last_event_id),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store"},
         )
+
+
+def _add_results(app: FastAPI, store: Store, queue: Queue, files: Files) -> None:
+    def exported(number: int, user: str, form: str, partial: bool) -> str:
+        record = queue.search(number, user)
+        result = result_of(store, _study(store, record))
+        if result is None:
+            raise UsageError(f"search {number} has no plan that fits yet")
+        return files.render(form, record, result, partial)
 
     @app.get("/api/searches/{number}/plan", response_class=PlainTextResponse)
     async def plan(
@@ -320,7 +286,7 @@ def _add_routes(app: FastAPI, store: Store, queue: Queue, users: Users, limit: i
         """Export the best plan, as `autofit best --format` does."""
         if form not in FORMATS:
             raise UsageError(f"there is no format {form!r}: formats are {', '.join(FORMATS)}")
-        alone = turn(user) if form == READS_THE_SCRIPT else contextlib.nullcontext()
+        alone = files.turn(user) if form == READS_THE_SCRIPT else contextlib.nullcontext()
         async with alone:
             return await run_in_threadpool(exported, number, user, form, partial)
 
@@ -416,32 +382,3 @@ class Ready:
         except StorageError:
             return "the store does not answer"
         return ""
-
-
-async def _stream(queue: Queue, number: int, last: int) -> AsyncIterator[str]:
-    """Yield the events of a search until it ends."""
-    state, quiet = "", 0.0
-    while True:
-        record = await run_in_threadpool(queue.search, number)  # first: later notices come next
-        found = await run_in_threadpool(queue.notices, number, after=last)
-        for notice in found:
-            last = notice.id
-            yield _event(notice.kind, notice.content, last)
-        now = f"{record.state} {record.waits_for}"
-        if record.state.ended and not found:
-            yield _event("end", asdict(_answer(record)))
-            return
-        if now != state and not record.state.ended:
-            state = now
-            yield _event("state", asdict(_answer(record)))
-        quiet = 0.0 if found else quiet + POLL
-        if quiet >= SIGN_OF_LIFE:
-            quiet = 0.0
-            yield ": the search goes on\n\n"
-        if not found:
-            await asyncio.sleep(POLL)
-
-
-def _event(kind: str, content: Any, number: int | None = None) -> str:
-    head = "" if number is None else f"id: {number}\n"
-    return f"{head}event: {kind}\ndata: {json.dumps(content, default=str)}\n\n"

@@ -17,14 +17,14 @@ from autofit.client import archive
 from autofit.exceptions import AutofitError, UsageError
 from autofit.service import refusals
 from autofit.service.rates import TooOften
-from autofit.service.users import Users
+from autofit.service.users import COOKIE, Users
 from autofit.units import format_size
 
-COOKIE = "autofit_token"
-"""The cookie that holds the token of a browser's user."""
 PROBES = ("/healthz", "/readyz")
 """Paths that are answered to everybody, under any name of this machine."""
-PUBLIC = (*PROBES, "/login", "/openapi.json", "/static/style.css", "/static/page.js")
+STATIC = ("/static/style.css", "/static/page.js", "/static/icon.svg", "/favicon.ico")
+"""Paths of the files that pages load."""
+PUBLIC = (*PROBES, "/login", "/openapi.json", *STATIC)
 """Paths that need no token."""
 UPLOADS = "/api/uploads"
 """The path whose body may be as large as an uploaded folder."""

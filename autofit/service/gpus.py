@@ -8,6 +8,7 @@ from datetime import datetime
 
 from autofit.storage import Queue
 from autofit.worker.cluster.nodes import Node
+from autofit.worker.meter.nvml import Load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Machine:
     gpus: int
     model: str
     """Ray's name of the GPUs, such as ``"H100"``; empty if it does not know it."""
+    loads: tuple[Load, ...]
+    """How much each of them is used now; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +62,7 @@ class Gpus:
     def look(self) -> GpusAnswer:
         """Return what there is now; raise ``WorkerError`` if Ray has ended."""
         machines = [
-            Machine(host=each.host, gpus=each.gpus, model=each.model)
+            Machine(host=each.host, gpus=each.gpus, model=each.model, loads=each.loads)
             for each in self._machines()
             if each.gpus
         ]

@@ -59,14 +59,36 @@ function follow(form) {
   });
 }
 
-/* The queue and the GPUs. */
+/* The searches, the queue and the GPUs. */
+
+/* Makes `old` like `fresh`. An element that is in both, known by its id or its place, stays: it keeps the focus. */
+function become(old, fresh) {
+  if (old.isEqualNode(fresh)) return;
+  for (const { name, value } of fresh.attributes) old.setAttribute(name, value);
+  let last = null; // of the children that are as they should be
+  const next = () => (last ? last.nextSibling : old.firstChild);
+  for (const child of [...fresh.childNodes]) {
+    let same = next();
+    while (same && !(same.nodeName === child.nodeName && same.id === child.id)) same = same.nextSibling;
+    if (!same) {
+      old.insertBefore(child, next());
+      last = child;
+      continue;
+    }
+    while (same.previousSibling !== last) same.previousSibling.remove();
+    if (same.nodeType === Node.ELEMENT_NODE) become(same, child);
+    else same.nodeValue = child.nodeValue;
+    last = same;
+  }
+  while (old.lastChild !== last) old.lastChild.remove();
+}
 
 async function refresh() {
   try {
     const answer = await fetch(location.href);
     const text = await answer.text();
-    const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("queue-and-gpus");
-    if (answer.ok && fresh) byId("queue-and-gpus").replaceWith(fresh);
+    const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
+    if (answer.ok && fresh) become(byId("live"), fresh);
   } catch {
     // the service is being restarted
   }
@@ -108,6 +130,7 @@ class Search {
       this.budget = found.budget;
       byId("head").textContent =
         `${found.devices} x ${found.hardware.name}, budget ${size(found.budget)}, study ${found.study}`;
+      byId("report").hidden = false;
     });
     on("TrialStarted", (found) => {
       byId("now").textContent = `Now: ${planText(found.plan)}`;
@@ -118,6 +141,7 @@ class Search {
     });
     on("TrialEnded", (found) => this.trial(found));
     on("Line", (found) => this.line(found.text));
+    on("NewOutput", (found) => this.output(found));
     on("Remeasuring", (found) => this.line(`confirming in a fresh process: ${planText(found.plan)}`));
     on("Confirmed", (found) => this.line(`confirmed: ${planText(found.plan)}`));
   }
@@ -127,9 +151,27 @@ class Search {
     shown.className = `state ${found.state}`;
     shown.textContent = found.state + (found.waits_for ? `: waits for ${found.waits_for}` : "");
     byId("error").textContent = found.error ? found.error.message : "";
+    byId("traceback").textContent = found.error ? found.error.traceback : "";
+    byId("traceback").hidden = !byId("traceback").textContent;
     document.querySelector('[data-order="cancel"]').hidden = found.ended !== null;
     const resumable = found.state === "failed" || found.state === "cancelled";
     document.querySelector('[data-order="resume"]').hidden = !resumable;
+    if (document.activeElement.hidden) shown.focus();
+  }
+
+  /* Shows the last lines of a script, and follows them unless the reader has scrolled up. */
+  output(found) {
+    const id = `output-${found.slot}`;
+    if (!byId(id)) {
+      const [title, text] = [document.createElement("h2"), document.createElement("pre")];
+      title.textContent = found.slot ? `Output, slot ${found.slot}` : "Output";
+      Object.assign(text, { id, tabIndex: 0, role: "region", ariaLabel: title.textContent });
+      byId("output").append(title, text);
+    }
+    const text = byId(id);
+    const follows = text.scrollTop + text.clientHeight >= text.scrollHeight - 4;
+    text.textContent = found.text;
+    if (follows) text.scrollTop = text.scrollHeight;
   }
 
   line(text) {
@@ -161,12 +203,12 @@ class Search {
       const rate = trial.rate === null ? "-" : trial.rate.toPrecision(3);
       const peak = trial.peak === null ? "-" : size(trial.peak);
       const verdict = trial.best ? "best" : trial.verdict === "best" ? "measured" : trial.verdict;
-      [number, trial.plan, rate, peak, verdict].forEach((text, column) => {
+      const why = trial.reason ? `${verdict}: ${trial.reason}` : verdict;
+      [number, trial.plan, rate, peak, why].forEach((text, column) => {
         const cell = row.insertCell();
         cell.textContent = text;
         cell.dataset.title = byId("trials").tHead.rows[0].cells[column].textContent;
       });
-      row.title = trial.reason;
       return row;
     });
     byId("trials").hidden = false;
@@ -189,10 +231,10 @@ class Search {
       return node;
     };
     const marks = points.map(([number, trial]) => {
-      const circle = make("circle", { cx: x(trial.peak), cy: y(trial.rate), r: 6 });
-      if (trial.best) circle.setAttribute("class", "best");
+      const [cx, cy, kind] = [x(trial.peak), y(trial.rate), trial.best ? "best" : "fits"];
+      const circle = make("circle", { cx, cy, r: 6, class: kind });
       circle.append(make("title", {}, `${number}: ${trial.plan}`));
-      return circle;
+      return [circle, make("text", { x: cx + 9, y: cy + 4 }, number)];
     });
     svg.replaceChildren(
       make("line", { x1: left, x2: right, y1: bottom, y2: bottom }),
@@ -200,13 +242,16 @@ class Search {
       make("text", { x: left - 8, y: top + 6, "text-anchor": "end" }, fastest.toPrecision(3)),
       make("text", { x: left - 8, y: bottom, "text-anchor": "end" }, "0"),
       make("text", { x: right, y: bottom + 18, "text-anchor": "end" }, size(most)),
-      make("text", { x: left, y: bottom + 36 }, "samples/s against peak memory"),
-      ...marks,
+      ...marks.flat(),
     );
-    svg.removeAttribute("hidden"); // SVG elements have no property `hidden`
+    byId("figure").hidden = false;
+    const [number, best] = points.find(([, trial]) => trial.best) ?? points[0];
+    byId("caption").textContent =
+      `Samples/s against peak memory of ${points.length} plans, by their numbers in the table.` +
+      ` ${best.best ? "The best" : "The first"}, ${number}: ${best.rate.toPrecision(3)} samples/s in ${size(best.peak)}.`;
   }
 }
 
 if (byId("submit")) follow(byId("submit"));
-if (byId("queue-and-gpus")) setInterval(refresh, 5000);
+if (byId("live")) setInterval(refresh, 5000);
 if (byId("search")) new Search(byId("search"));

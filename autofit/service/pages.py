@@ -1,62 +1,130 @@
-"""The pages of the service: queue, one search, a form for the token. They need no other site."""
+"""The pages of the service: searches, one search, two side by side, a form for the token.
+
+They need no other site.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, time
 from functools import cache
 from importlib import resources
-from typing import Annotated
-from urllib.parse import parse_qs
+from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlencode
 
-import jinja2
 from fastapi import FastAPI, Path, Query, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from autofit.analysis.studies import Side, stored_study
+from autofit.exceptions import UsageError
 from autofit.export import FORMATS
 from autofit.printable import printable
-from autofit.service.boundary import COOKIE, User, address_of
+from autofit.service.boundary import User, address_of
 from autofit.service.gpus import Gpus
-from autofit.service.users import Unauthorized, Users
-from autofit.storage import Queue, SearchRecord, SearchState
+from autofit.service.templates import page
+from autofit.service.users import COOKIE, Unauthorized, Users
+from autofit.storage import Queue, SearchRecord, SearchState, Store
 from autofit.units import format_duration
+from autofit.view import history
 
 MOST = 100
 """Searches of all users that the first page shows."""
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
-    "Referrer-Policy": "same-origin",
+PAGE = 25
+"""Searches of the user on a page."""
+_FILES = {
+    "style.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
 }
+Number = Annotated[int, Path(ge=1, le=2**31 - 1)]
+Before = Annotated[int, Query(ge=1, le=2**31 - 1)]
+Text = Annotated[str, Query(max_length=200)]
+Chosen = Annotated[tuple[Before, ...], Query(max_length=100)]
 
 
-def add_pages(app: FastAPI, queue: Queue, gpus: Gpus) -> None:
+def add_pages(app: FastAPI, store: Store, queue: Queue, gpus: Gpus) -> None:
     """Add the pages to the application."""
 
     @app.get("/", include_in_schema=False)
     def index(
-        user: User, before: Annotated[int, Query(ge=1, le=2**31 - 1)] | None = None
+        request: Request,
+        user: User,
+        before: Before | None = None,
+        script: Text = "",
+        state: SearchState | Literal[""] = "",
+        until: date | Literal[""] = "",
+        whose: Text = "",
     ) -> HTMLResponse:
-        found, active = queue.searches(user, before=before), queue.active(MOST)
-        return _page(
+        found = queue.searches(
+            user,
+            before=before,
+            most=PAGE + 1,
+            script=script,
+            state=state or None,
+            until=datetime.combine(until, time.max, UTC) if until else None,
+        )
+        active, look = queue.active(MOST), gpus.look()
+        asked = {"script": script, "state": state, "until": until, "whose": whose}
+        given = {name: str(value) for name, value in asked.items() if value}
+        older = urlencode({**given, "before": found[PAGE - 1].id}) if len(found) > PAGE else ""
+        return page(
+            request,
             "index.html",
-            user=user,
-            searches=[_row(each) for each in found],
-            most=MOST,
-            waiting=[_row(each) for each in active if each.state is not SearchState.RUNNING],
-            gpus=gpus.look(),
+            searches=[_row(each) for each in found[:PAGE]],
+            asked=asked,
+            given=given,
+            before=before,
+            older=older,
+            states=[*SearchState],
+            users=sorted({each.user for each in active}),
+            waiting=[
+                _row(each)
+                for each in active
+                if each.state is not SearchState.RUNNING and whose in ("", each.user)
+            ],
+            holders=[each for each in look.holders if whose in ("", each.user)],
+            gpus=look,
+            more=len(active) == MOST,
             now=datetime.now(UTC),
             duration=format_duration,
         )
 
     @app.get("/searches/{number}", include_in_schema=False)
-    def search(number: Annotated[int, Path(ge=1, le=2**31 - 1)], user: User) -> HTMLResponse:
+    def search(request: Request, number: Number, user: User) -> HTMLResponse:
         record = queue.search(number, user)
-        return _page("search.html", user=user, search=_row(record), formats=FORMATS)
+        return page(request, "search.html", search=_row(record), formats=FORMATS)
+
+    @app.get("/compare", include_in_schema=False)
+    def compare(
+        request: Request,
+        user: User,
+        search: Annotated[tuple[Before, ...], Query(max_length=100)] = (),
+    ) -> HTMLResponse:
+        if len(search) != 2:
+            raise UsageError(f"{len(search)} searches are chosen: choose two of them")
+        records = [queue.search(number, user) for number in search]
+        studies = [
+            stored_study(store, store.study(record.study)) for record in records if record.study
+        ]
+        if len(studies) != 2:
+            raise UsageError("a search that has measured nothing yet cannot be compared")
+        one, other = (Side(study=each.study, trial=each.winner) for each in studies)
+        names = (f"search {search[0]}", f"search {search[1]}")
+        return page(
+            request,
+            "compare.html",
+            names=names,
+            numbers=search,
+            rows=history.rows(one, other),
+            conclusion=history.conclusion(one, other, names),
+            titles=history.TRIALS,
+            trials=[[*history.trial_rows(each)] for each in studies],
+        )
 
     @app.get("/login", include_in_schema=False)
-    def login() -> HTMLResponse:
-        return _page("login.html", user="", problem="")
+    def login(request: Request) -> HTMLResponse:
+        return page(request, "login.html", problem="")
 
     @app.post("/login", include_in_schema=False)
     async def check_token(request: Request) -> Response:
@@ -66,18 +134,27 @@ def add_pages(app: FastAPI, queue: Queue, gpus: Gpus) -> None:
         try:
             await run_in_threadpool(users.user_of, f"Bearer {token}", address_of(request))
         except Unauthorized:
-            return _page("login.html", 401, user="", problem="This token is not valid.")
+            return page(request, "login.html", 401, problem="This token is not valid.")
         answer = RedirectResponse("/", 303)
         secure = request.url.scheme == "https"
         answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure)
         return answer
 
+    @app.post("/logout", include_in_schema=False)
+    def logout(user: User) -> Response:
+        answer = RedirectResponse("/login", 303)
+        answer.delete_cookie(COOKIE)
+        return answer
+
     @app.get("/static/{name}", include_in_schema=False)
     def static(name: str) -> PlainTextResponse:
-        kinds = {"style.css": "text/css", "page.js": "text/javascript"}
-        if name not in kinds:
+        if name not in _FILES:
             return PlainTextResponse("there is no such file", 404)
-        return PlainTextResponse(_static(name), media_type=kinds[name])
+        return PlainTextResponse(_static(name), media_type=_FILES[name])
+
+    @app.get("/favicon.ico", include_in_schema=False)  # of a report, which is one file
+    def favicon() -> Response:
+        return RedirectResponse("/static/icon.svg")
 
 
 @cache
@@ -103,6 +180,7 @@ def _row(record: SearchRecord) -> dict[str, object]:
         "args": _words(submission.args),
         "waits_for": record.waits_for,
         "error": record.outcome.message if record.outcome else "",
+        "traceback": printable(record.outcome.traceback, keep="\n") if record.outcome else "",
         "created": record.created.strftime("%Y-%m-%d %H:%M UTC"),
         "duration": "" if seconds is None else format_duration(seconds),
         "study": record.study or "",
@@ -115,19 +193,3 @@ def _row(record: SearchRecord) -> dict[str, object]:
 
 def _words(words: Sequence[str]) -> str:
     return printable(" ".join(words))
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("autofit.service", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def _page(name: str, code: int = 200, **values: object) -> HTMLResponse:
-    text = _environment().get_template(name).render(**values)
-    return HTMLResponse(text, code, headers=_HEADERS)

@@ -1,4 +1,4 @@
-"""How the service answers what it refuses: one line, as JSON."""
+"""How the service answers what it refuses: one line, as JSON, or as a page for a browser."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from autofit.exceptions import StorageError, UsageError
+from autofit.service import templates
 from autofit.service.rates import TooOften
 from autofit.service.users import OtherSite, Unauthorized
 from autofit.storage.queue import NoSuchSearch, OverQuota
@@ -46,15 +47,14 @@ _CODES: tuple[tuple[type[Exception], int], ...] = (
 
 def of_error(request: Request, error: Exception) -> Response:
     """Return the answer for one of our errors. A browser is asked for its token."""
-    page = not request.url.path.startswith("/api") and "html" in request.headers.get("Accept", "")
-    if isinstance(error, Unauthorized) and page:
+    if isinstance(error, Unauthorized) and _for_a_person(request):
         return RedirectResponse("/login", 303)
     wait = {"Retry-After": str(math.ceil(error.seconds))} if isinstance(error, TooOften) else {}
     text = str(error)
     if isinstance(error, StorageError):  # its message names the address of the database
         text = "the store does not answer: try again, or ask who runs the service"
     code = next((code for kind, code in _CODES if isinstance(error, kind)), 500)
-    return _line(text, code, wait)
+    return _answer(request, text, code, wait)
 
 
 def of_request(request: Request, error: Exception) -> Response:
@@ -62,17 +62,27 @@ def of_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(each) for each in first["loc"] if each != "body")
-    return _line(f"{where}: {first['msg']}; see /openapi.json", 422)
+    return _answer(request, f"{where}: {first['msg']}; see /openapi.json", 422)
 
 
 def of_path(request: Request, error: Exception) -> Response:
     """Return the answer for a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}; see /openapi.json"
-    return _line(text, error.status_code)
+    return _answer(request, text, error.status_code)
 
 
-def _line(text: str, code: int, headers: dict[str, str] | None = None) -> JSONResponse:
+def _for_a_person(request: Request) -> bool:
+    return "text/html" in request.headers.get("Accept", "")
+
+
+def _answer(
+    request: Request, text: str, code: int, headers: dict[str, str] | None = None
+) -> Response:
     """Return an answer; a message that quotes a request may hold lone surrogates."""
-    shown = text[:_LONGEST].encode(errors="backslashreplace").decode()
-    return JSONResponse({"error": shown}, code, headers)
+    line = text[:_LONGEST].encode(errors="backslashreplace").decode()
+    if not _for_a_person(request):
+        return JSONResponse({"error": line}, code, headers)
+    page = templates.page(request, "error.html", code, error=line)
+    page.headers.update(headers or {})
+    return page

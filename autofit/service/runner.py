@@ -90,6 +90,9 @@ def _run(
         watch.end()
         queue.stop(search)
         return
+    except StorageError:  # it may have been restarted: the search is queued again, as after a kill
+        watch.end()
+        raise
     except AutofitError as error:
         watch.end()
         outcome = messages.outcome_of(error)

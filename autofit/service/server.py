@@ -101,7 +101,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
             own.hold()
 
         def start() -> Setting:
-            address = options.address
+            address, started = options.address, False
             if own is not None:
                 address, started = own.attach(options.searches)
                 say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
@@ -112,6 +112,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
                 limit=options.limit,
                 apart=users.apart,
                 keep=options.keep,
+                started=started,
             )
 
         supervision = Supervision(own, start, say)

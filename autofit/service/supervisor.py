@@ -19,13 +19,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import IO, Any
 
 from autofit.exceptions import AutofitError, StorageError
 from autofit.service.runner import NAMESPACE, Runner
 from autofit.storage import Queue, Store
+from autofit.storage.convert import from_json, to_json
 from autofit.storage.engine import BUSY_SECONDS
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.detached_ray import DetachedRay
@@ -39,7 +40,10 @@ LOOK = 5.0
 TIDY = 60.0
 """Seconds between two looks for uploads that are no longer needed."""
 BIRTH = 30.0
-"""Seconds after which an actor that has claimed nothing is ended, and another one started."""
+"""Seconds after which an actor that has claimed nothing is ended, and another one started.
+
+The next one has twice as long: on a busy machine, its imports alone may take a minute.
+"""
 MOST_FAILURES = 3
 """Actors in a row that end before they claim the next search; then that search fails."""
 SILENCE = 10.0 + BUSY_SECONDS
@@ -65,6 +69,8 @@ class Setting:
     """Whether scripts run under uids of their users."""
     keep: float
     """Seconds for which an uploaded folder is kept after its last search has ended."""
+    started: bool
+    """Whether Ray was started just now. Then no search is to blame for the loss of its process."""
 
 
 class Supervision:
@@ -136,7 +142,7 @@ class Supervision:
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
             found = json.loads(line)
-            self._nodes = tuple(Node(**each) for each in found["nodes"])
+            self._nodes = from_json(found["nodes"], tuple[Node, ...])
             self._heard = time.monotonic()
             self._tell(found["said"])
 
@@ -181,6 +187,9 @@ class Supervisor:
         self._unclaimed: tuple[str, Any, Any, float] | None = None
         """The actor that was started last, as long as it has not claimed a search."""
         self._failures = 0
+        self._patience = BIRTH
+        self._counted = not setting.started
+        """Whether a search counts the loss of its process."""
 
     def step(self) -> str:
         """Queue searches again that were lost, and start an actor if a search can start.
@@ -188,8 +197,9 @@ class Supervisor:
         Returns a line about what happened, or an empty one.
         """
         said = []
-        if lost := self._queue.reclaim():
+        if lost := self._queue.reclaim(counted=self._counted):
             said.append(f"{lost} lost searches continue")
+        self._counted = True
         if late := self._queue.expire():
             said.append(f"the deadline of {late} waiting searches has passed")
         if time.monotonic() - self._tidied > TIDY:
@@ -210,16 +220,16 @@ class Supervisor:
             return False, ""
         runner, actor, created, since = self._unclaimed
         if self._queue.taken(runner):
-            self._unclaimed, self._failures = None, 0
+            self._unclaimed, self._failures, self._patience = None, 0, BIRTH
             return False, ""
         ended, _ = ray.wait([created], timeout=0)
         if ended:
             self._unclaimed = None
             return False, self._failed(created)
-        if time.monotonic() - since > BIRTH:
+        if time.monotonic() - since > (patience := self._patience):
             ray.kill(actor)
-            self._unclaimed = None
-            return False, f"an actor did not start within {BIRTH:.0f} s: another one is started"
+            self._unclaimed, self._patience = None, 2 * patience
+            return False, f"an actor did not start within {patience:.0f} s: another one is started"
         return True, ""
 
     def _failed(self, created: Any) -> str:
@@ -273,10 +283,10 @@ def main() -> None:
 
 def _supervise(supervisor: Supervisor, words: IO[str]) -> None:
     """Supervise until Ray ends; write a line at each step."""
-    looked, alive = -math.inf, []
+    looked, alive, loads = -math.inf, [], nodes.Loads()
     while True:
         if time.monotonic() - looked > LOOK:
-            alive = [asdict(each) for each in nodes.look().values()]
+            alive = to_json(loads.read(nodes.look().values()))
             looked = time.monotonic()
         try:
             said = supervisor.step()

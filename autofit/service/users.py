@@ -16,6 +16,8 @@ from autofit.service.rates import Rates
 from autofit.service.requests import MOST_PRIORITY
 from autofit.storage import Accounts, Limits, Queue, Store
 
+COOKIE = "autofit_token"
+"""The cookie that holds the token of a browser's user."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 

@@ -40,7 +40,8 @@ class Static:
     def of(cls, facts: Facts) -> Static:
         """Return the bytes of a script with these facts."""
         weights = sum(root.parameter_bytes for root in facts.roots)
-        gradients = sum(root.trainable * _element(root.dtype) for root in facts.roots)
+        sizes = {"float64": 8, "float32": 4}
+        gradients = sum(root.trainable * sizes.get(root.dtype, 2) for root in facts.roots)
         numbers, unsure = STATE[_is_adam(facts)]
         return cls(float(weights), float(gradients), numbers * gradients, unsure)
 
@@ -137,7 +138,3 @@ def context(budget: int, *, cuda: bool) -> float:
 
 def _is_adam(facts: Facts) -> bool:
     return all("Adam" in name for name in facts.optimizers)
-
-
-def _element(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)

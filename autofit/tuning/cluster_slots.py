@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
 from autofit.tuning.cards import SHARE, WHOLE
 from autofit.tuning.local_slots import LocalSlots, Say
 from autofit.tuning.options import SearchOptions
@@ -47,12 +48,6 @@ def open_slots(
     return ClusterSlots(options, stack, reserved)
 
 
-def _one_each(options: SearchOptions) -> tuple[str, ...]:
-    """Return the line that a training is not spread over the GPUs, if a search here would do so."""
-    several = options.gpus is not None and options.gpus > 1
-    return (ONE_EACH,) if several and options.gpus_per_trial is None else ()
-
-
 class ClusterSlots(LocalSlots):
     """The slots of a search on a cluster. Starts the workers at once; ``stack`` closes them.
 
@@ -73,7 +68,9 @@ class ClusterSlots(LocalSlots):
         self.interrupted = 0
         self._own = of_node()
         self._model: Found | None = None
+        """A usable worker with the most frequent model of device."""
         self._needed = 0
+        """Bytes that each GPU must have free."""
         self._said: set[str] = set()
         self._known: set[int] = set()
         """Slots that were accepted at least once."""
@@ -94,7 +91,9 @@ class ClusterSlots(LocalSlots):
         self._tried: set[str] = set()
         """Ids of the nodes on which slots were started."""
         self._add(alive, self._places.slots)
-        lines = [*self._places.lines, *_one_each(options)]
+        lines = [*self._places.lines]
+        if (options.gpus or 1) > 1 and options.gpus_per_trial is None:
+            lines.append(ONE_EACH)
         self._wait_for_workers(lines.append)
         self.lines = tuple(lines)
 
@@ -104,10 +103,18 @@ class ClusterSlots(LocalSlots):
         """Wait for the workers, and derive the study's hardware and budget from their devices."""
         arrived = self._gather()
         found = {slot: each for slot, each in arrived if isinstance(each, Found)}
-        self._model = self._typical([*found.values()])
-        if self._model is not None and self.device == "cuda":
-            same = [e for e in found.values() if e.hardware.name == self._model.hardware.name]
-            self._needed = self._bytes_needed(same)
+        usable = (e for e in found.values() if not obstacles(e.versions, self._own, builds=False))
+        able = [*usable]
+        names = Counter(each.hardware.name for each in able)
+        self._model = max(able, key=lambda each: names[each.hardware.name], default=None)
+        if self._model is not None and self.device != HOST:
+            model = self._model.hardware
+            same = [each for each in found.values() if each.hardware.name == model.name]
+            self._needed = (
+                int(SHARE * max(each.free for each in same))
+                if self._options.memory is None
+                else min(self._options.memory, int(WHOLE * same[0].hardware.total_bytes))
+            )
         for slot, each in arrived:
             self._accept(slot, each, say)
         used = [found[slot] for slot in self._cluster_pool.slots]
@@ -119,7 +126,7 @@ class ClusterSlots(LocalSlots):
             raise WorkerError(f"no machine of the cluster can be used: {why or NO_WORKER}")
         self.hardware = min((each.hardware for each in used), key=lambda h: h.total_bytes)
         self.free = min(each.free for each in used)
-        if self.device == "cpu":
+        if self.device == HOST:
             self.free //= self.ranks
         self.count = len(used)
         self.versions = dict(used[0].versions)
@@ -133,18 +140,6 @@ class ClusterSlots(LocalSlots):
             if self._cluster_pool.slots:
                 until = min(until, time.monotonic() + MORE_WORKERS_SECONDS)
         return arrived
-
-    def _typical(self, found: list[Found]) -> Found | None:
-        """Return a usable worker with the most frequent model of device."""
-        able = [each for each in found if not obstacles(each.versions, self._own, builds=False)]
-        names = Counter(each.hardware.name for each in able)
-        return max(able, key=lambda each: names[each.hardware.name], default=None)
-
-    def _bytes_needed(self, found: list[Found]) -> int:
-        """Return the bytes that each GPU of the chosen model must have free."""
-        if self._options.memory is None:
-            return int(SHARE * max(each.free for each in found))
-        return min(self._options.memory, int(WHOLE * found[0].hardware.total_bytes))
 
     # --- which workers are used ------------------------------------------------------------
 

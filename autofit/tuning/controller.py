@@ -32,6 +32,7 @@ from autofit.tuning.notices import (
     FactsKnown,
     Line,
     Listener,
+    NewOutput,
     PhaseBegun,
     Remeasuring,
     SizeMeasured,
@@ -45,6 +46,7 @@ from autofit.worker.cluster.pool import Pool
 from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.records.phases import OTHER, RAY, Phases
 from autofit.worker.records.trials import (
+    MOST_PRINTED,
     Answer,
     Asking,
     BandwidthMeasured,
@@ -55,6 +57,7 @@ from autofit.worker.records.trials import (
     LaunchRequest,
     Learned,
     Measured,
+    Printed,
     Proven,
     Stage,
     Traced,
@@ -446,8 +449,11 @@ class Search:
         if launch.killed and not isinstance(event, WorkerError):
             return
         launch.stepped |= isinstance(event, Measured)
-        if isinstance(event, Entered):
-            self._tell(PhaseBegun(slot=slot, phase=messages.DOES[event.phase]))
+        match event:
+            case Entered(phase=phase):
+                self._tell(PhaseBegun(slot=slot, phase=messages.DOES[phase]))
+            case Printed(text=text) | LaunchEnded(output=text) if text:
+                self._tell(NewOutput(slot=slot, text=text[-MOST_PRINTED:]))
         if launch.steps:
             self._handle_reference_event(slot, launch, event)
             return

@@ -381,11 +381,14 @@ class History:
     def seconds_left(self) -> float | None:
         """Return the seconds until ``--timeout`` ends the search; ``None`` without it.
 
-        What the confirmation run of the winner needs is left out, if there is time for one.
+        What the best two plans need for real steps, the check of the winner and its confirmation
+        run is left out, if there is time for these.
         """
         if self.options.timeout is None:
             return None
-        again = self.confirmation_seconds() + self._finish_seconds()
+        best = [trial.measurement for trial in self.now.ranked[:2] if trial.measurement is not None]
+        finish = FINISH_SECONDS + sum(FINISH_STEPS * each.seconds for each in best if each.probed)
+        again = self.confirmation_seconds() + finish
         reserve = again if again <= CONFIRMATION_SHARE * self.options.timeout else 0.0
         return self.options.timeout - self.elapsed() - reserve
 
@@ -413,11 +416,6 @@ class History:
         setup = sum(each.expected_setup(level, facts) for each, level in plan)
         long = self._start_seconds() + LONG_STEPS * statistics.median(steps) + setup
         return min(MOST_SECONDS, LEAST_SECONDS + LONG_TIMES * long)
-
-    def _finish_seconds(self) -> float:
-        """Return the seconds to compare the best two plans by real steps, and verify the winner."""
-        best = [trial.measurement for trial in self.now.ranked[:2] if trial.measurement is not None]
-        return FINISH_SECONDS + sum(FINISH_STEPS * each.seconds for each in best if each.probed)
 
     def late(self) -> bool:
         """Return whether the search has used up its ``--timeout``."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
 from autofit.strategies import RANKS, Hardware
 from autofit.tuning.cards import choose
 from autofit.tuning.options import SearchOptions
@@ -16,8 +17,8 @@ from autofit.worker.records.trials import LaunchEnded, LaunchRequest
 
 CPU_SLOTS = 1
 """Slots on the CPU. Parallel trials would disturb one another's step times."""
-PREPARED_ON = frozenset({"cuda"})
-"""Devices on which the next process is prepared beside a running launch.
+NOT_PREPARED_ON = frozenset({HOST})
+"""Devices on which no process is prepared beside a running launch.
 
 On the CPU it would compute where the launch is measured.
 """
@@ -65,12 +66,12 @@ class LocalSlots:
         """Devices of a slot."""
         self.spread = 1
         """Devices over which the search may spread a training of one process."""
-        self.prepares = self.device in PREPARED_ON
+        self.prepares = self.device not in NOT_PREPARED_ON
         """Whether the next process is prepared beside a running launch.
 
         With several slots, an idle slot starts the script ahead instead.
         """
-        if self.device == "cuda":
+        if self.device != HOST:
             if options.device is not None:
                 raise UsageError(
                     f"--device {options.device}: GPUs are visible; CUDA_VISIBLE_DEVICES='' hides"
@@ -116,7 +117,7 @@ class LocalSlots:
     @property
     def devices(self) -> int:
         """Number of devices. On the CPU, all ranks of a trial count as one device."""
-        return self.count * (self.ranks if self.device == "cuda" else 1)
+        return self.count * (self.ranks if self.device != HOST else 1)
 
     def begin(self, stack: ExitStack, first: LaunchRequest) -> bool:
         """Begin to start the workers; ``stack`` closes them.

@@ -175,7 +175,7 @@ def none_fits(finished: Sequence[TrialRecord], context: FallbackContext) -> str:
 
 def _what_may_help(plan: Plan, short: OutOfMemory, context: FallbackContext) -> str:
     """Return what a search without a plan that fits leaves to the user."""
-    static = least_bytes(plan, context.facts, cuda=context.hardware.device == "cuda")
+    static = least_bytes(plan, context.facts, cuda=not context.hardware.on_host)
     help_ = f"what may help is more --memory, or {BY_HAND[lacking(short)]}"
     if static > context.budget:
         help_ = (

@@ -70,6 +70,15 @@ class PhaseBegun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewOutput:
+    """The script of a running trial has written to standard output or error."""
+
+    slot: int
+    text: str
+    """The last lines that its process has written. They replace those of an earlier notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SizeMeasured:
     """One micro-batch size of a running trial was measured."""
 
@@ -132,6 +141,7 @@ Notice = (
     | LevelsLeftOut
     | TrialStarted
     | PhaseBegun
+    | NewOutput
     | SizeMeasured
     | TrialEnded
     | TrialDropped

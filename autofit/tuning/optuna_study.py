@@ -1,7 +1,7 @@
 """What Optuna gets: a study in memory, made from the state of a search; and a copy of each trial.
 
-autofit's tables are the record of a search. Samplers get a study that is made from them. Optuna's
-own tables are written for programs such as ``optuna-dashboard``, and never read.
+autofit's tables are the record of a search. Optuna's samplers get a study that is made from them.
+Its own tables are written for programs such as ``optuna-dashboard``, and nothing is learnt there.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Dashboard:
     """
 
     def __init__(self, store: Store, study: StudyRecord, *, horizon: int) -> None:
-        """Write the copy anew: a search that was killed may have left a trial out."""
+        """Add what the copy lacks: a search that was killed may have left a trial out."""
         self._store, self._record, self._horizon = store, study, horizon
         self._write()
 
@@ -100,35 +100,48 @@ class Dashboard:
         levels = trial.plan.searched.changes
         with contextlib.suppress(KeyError):  # somebody has deleted the copy
             if all(level in self._choices[name].choices for name, level in levels):
-                self._add(trial)
+                with self._store.explained():
+                    self._study.add_trial(self._frozen(trial))
                 return
         self._write()  # Optuna forbids that the choices of a parameter change
 
     def _write(self) -> None:
+        """Add the trials that the copy lacks; make it anew if it has others."""
         study = self._record
         trials = self._store.trials(study, state=State.FINISHED, purpose=Purpose.SEARCH)
         found = {each.name: dict.fromkeys(n.name for n in each.levels) for each in REGISTRY}
         self._choices = _choices(found, (trial.plan for trial in trials))
-        storage = _delete_copy(self._store, study)
+        wanted, storage = [self._frozen(trial) for trial in trials], _tables(self._store)
+        self._study = self._opened(storage)
+        copied = self._study.get_trials()
+        if [*map(_content, copied)] != [*map(_content, wanted[: len(copied)])]:
+            _delete_copy(self._store, study)
+            self._study, copied = self._opened(storage), []
+        with self._store.explained():
+            self._study.add_trials(wanted[len(copied) :])
+
+    def _opened(self, storage: optuna.storages.RDBStorage) -> optuna.Study:
+        """Return the Optuna study, which may be a new one."""
+        study = self._record
         with self._store.explained(), warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._study = optuna.create_study(storage=storage, study_name=name_of(study))
-            self._study.set_user_attr("budget_bytes", study.budget)
-            self._study.set_user_attr("script", str(study.script))
-            self._study.set_user_attr("hardware", study.hardware.name)
-            self._study.set_metric_names(["seconds a sample"])
-        for trial in trials:
-            self._add(trial)
+            found = optuna.create_study(
+                storage=storage, study_name=name_of(study), load_if_exists=True
+            )
+            found.set_user_attr("budget_bytes", study.budget)
+            found.set_user_attr("script", str(study.script))
+            found.set_user_attr("hardware", study.hardware.name)
+            found.set_metric_names(["seconds a sample"])
+        return found
 
-    def _add(self, trial: TrialRecord) -> None:
-        frozen = _frozen(
-            trial.plan,
-            self._choices,
-            **outcome(trial, self._record.budget, self._horizon),
-            user_attrs=_attributes(trial),
-        )
-        with self._store.explained():
-            self._study.add_trial(frozen)
+    def _frozen(self, trial: TrialRecord) -> FrozenTrial:
+        known = outcome(trial, self._record.budget, self._horizon)
+        return _frozen(trial.plan, self._choices, **known, user_attrs=_attributes(trial))
+
+
+def _content(trial: FrozenTrial) -> tuple[object, ...]:
+    """Return what is copied of a trial."""
+    return trial.state, trial.values, trial.distributions, trial.params, trial.user_attrs
 
 
 def delete_study(store: Store, study: StudyRecord) -> None:
@@ -144,14 +157,16 @@ def delete_study(store: Store, study: StudyRecord) -> None:
     store.delete_study(study)
 
 
-def _delete_copy(store: Store, study: StudyRecord) -> optuna.storages.RDBStorage:
-    """Delete the copy of a study, if there is one; return Optuna's storage."""
-    with store.explained():
-        with store.alone():
-            storage = optuna.storages.RDBStorage(store.url)
-        with contextlib.suppress(KeyError):  # no search has begun, or a kill came before it did
-            optuna.delete_study(study_name=name_of(study), storage=storage)
-    return storage
+def _delete_copy(store: Store, study: StudyRecord) -> None:
+    """Delete the copy of a study, if there is one."""
+    with store.explained(), contextlib.suppress(KeyError):  # no search has begun, or was killed
+        optuna.delete_study(study_name=name_of(study), storage=_tables(store))
+
+
+def _tables(store: Store) -> optuna.storages.RDBStorage:
+    """Return Optuna's storage, which makes its tables if they are missing."""
+    with store.explained(), store.alone():
+        return optuna.storages.RDBStorage(store.url)
 
 
 def name_of(study: StudyRecord) -> str:

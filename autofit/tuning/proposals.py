@@ -182,7 +182,7 @@ class Proposer:
             drifted=history.now.drifted,
             facts=study.facts,
             budget=study.budget,
-            cuda=self._hardware.device == "cuda",
+            cuda=not self._hardware.on_host,
             horizon=history.options.horizon,
             seconds_left=history.seconds_left(),
             link=self._hardware.link,
@@ -215,20 +215,19 @@ class Proposer:
             refused=study.left_out,
         )
         if study.facts is not None and found.left_out != self._left_out:
-            new = tuple(
+            new = tuple(  # of refining levels, those that were selected; --dry-run lists all
                 reason
                 for reason in found.left_out
-                if reason not in self._left_out and self._is_news(*reason[:2])
+                if reason not in self._left_out
+                and (
+                    reason[0] in options.only
+                    or not strategies.get(reason[0]).level(reason[1]).refines
+                )
             )
             self._left_out = found.left_out
             if new:
                 self._history.tell(LevelsLeftOut(reasons=new))
         return found
-
-    def _is_news(self, strategy: str, level: str) -> bool:
-        """Return whether to tell the user that a level is left out; ``--dry-run`` lists all."""
-        selected = strategy in self._history.options.only
-        return selected or not strategies.get(strategy).level(level).refines
 
     def tell_limit(self) -> None:
         """Say once which option has ended the search, if one has, and what was not tried."""

@@ -1,23 +1,22 @@
-"""Which plan is measured next: asks an Optuna sampler, by default autofit's own.
+"""Which plan is measured next: asks autofit's sampler, or one of Optuna.
 
 autofit's sampler chooses the plan with the largest expected gain per second of its trial, from the
-state of the search. Other samplers see what an Optuna study can hold: parameters, values and
+state of the search. Optuna's samplers see what an Optuna study can hold: parameters, values and
 constraints of the trials so far.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from autofit.analysis.acquisition import Prospect, choose
 from autofit.analysis.candidates import Launch, SearchState
@@ -42,13 +41,8 @@ OTHERS = 10
 """The same for a search by another sampler."""
 
 
-class AutofitSampler(BaseSampler):
+class AutofitSampler:
     """Suggests the plan of the largest expected gain per second that its trial costs."""
-
-    state: SearchState
-    """The search's state; set before each question."""
-    launch: Launch | None = None
-    """The launch that asks; ``None`` for a new one."""
 
     def __init__(
         self, *, expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None
@@ -58,45 +52,20 @@ class AutofitSampler(BaseSampler):
         self._chosen: tuple[object, Prospect | None] = (None, None)
         """The last choice, and what it was made from."""
 
-    def infer_relative_search_space(
-        self, study: Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """Return the parameters of the strategies that have a choice now."""
-        return dict(choices_of(self.state))
-
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Return the levels of the chosen plan for the launch that asks."""
-        chosen = self.choice()
-        plan = chosen.plan if chosen is not None else Plan()
-        return {name: plan[name] for name in search_space}
-
-    def sample_independent(
-        self,
-        study: Study,
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        """Return the first choice: ``as_is``, for a parameter that is not of the search."""
-        assert isinstance(param_distribution, CategoricalDistribution), "levels are categories"
-        return param_distribution.choices[0]
-
-    def choice(self) -> Prospect | None:
-        """Return the prospect to measure next in the launch that asks, or in a new one.
+    def choice(self, state: SearchState, launch: Launch | None = None) -> Prospect | None:
+        """Return the prospect to measure next in ``launch``, or in a new one.
 
         ``None`` if no plan is worth a trial there.
         """
-        left = self.state.seconds_left
+        left = state.seconds_left
         steps = None if left is None else round(left / DEADLINE_STEP)
-        made_from = replace(self.state, seconds_left=steps), self.launch
+        made_from = replace(state, seconds_left=steps), launch
         if self._chosen[0] != made_from:
-            self._chosen = made_from, self.choose(self.state, self.launch)
+            self._chosen = made_from, self.choose(state, launch)
         return self._chosen[1]
 
     def choose(self, state: SearchState, launch: Launch | None) -> Prospect | None:
-        """Return the choice in any state."""
+        """Return the choice, made anew."""
         if state.level_sets is not None and not state.fits:
             return None  # the fixed starts look for a level set that fits
         return choose(replace(state.situation(launch), expectations=self._expectations))
@@ -118,7 +87,7 @@ class Suggestions:
     def next(self, state: SearchState, launch: Launch | None = None) -> Plan | None:
         """Return the plan to measure next in ``launch``, or in a new one; ``None`` without one."""
         if self.has_plan(state, launch) and self._held is None:
-            self._held = self._ask(state)
+            self._held = self._ask(state, launch)
         plan = self._held
         if plan is None or (launch is not None and not launch.can_measure(plan)):
             return None
@@ -138,8 +107,7 @@ class Suggestions:
         speeds = [t.measurement.charged(state.horizon) for t in fitting if t.measurement]
         later = speeds[speeds.index(max(speeds)) + 1 :] if speeds else speeds
         if isinstance(self._sampler, AutofitSampler):
-            self._sampler.state, self._sampler.launch = state, launch
-            return len(later) < PATIENCE and self._sampler.choice() is not None
+            return len(later) < PATIENCE and self._sampler.choice(state, launch) is not None
         return len(later) < OTHERS and not self._exhausted
 
     def worth_running(self, state: SearchState) -> bool:
@@ -148,8 +116,11 @@ class Suggestions:
             return True
         return self._sampler.choose(replace(state, running=frozenset()), None) is not None
 
-    def _ask(self, state: SearchState) -> Plan | None:
-        """Ask the sampler until it proposes a plan that is not known, at most ``KNOWN`` times."""
+    def _ask(self, state: SearchState, launch: Launch | None) -> Plan | None:
+        """Ask the sampler; one of Optuna until its plan is not known, at most ``KNOWN`` times."""
+        if isinstance(self._sampler, AutofitSampler):
+            chosen = self._sampler.choice(state, launch)
+            return None if chosen is None or _known(chosen.plan, state) else chosen.plan
         study = study_of(state, self._sampler)
         choices: dict[str, BaseDistribution] = {**choices_of(state)}
         for _ in range(KNOWN):
@@ -178,7 +149,7 @@ def _known(plan: Plan, state: SearchState) -> dict[str, Any] | None:
     return None
 
 
-def sampler_of(name: str) -> BaseSampler:
+def sampler_of(name: str) -> AutofitSampler | BaseSampler:
     """Return the sampler for ``--sampler``: ``autofit``, ``tpe``, ``gp``, ``random``, or a class.
 
     A class is given as ``module:Class``, and is created without arguments. Raises ``UsageError``.
@@ -190,7 +161,8 @@ def sampler_of(name: str) -> BaseSampler:
     if name == "random":
         return optuna.samplers.RandomSampler(seed=0)
     if name == "gp":
-        _require("scipy", "--sampler gp needs SciPy: pip install 'autofit-torch[gp]'")
+        if importlib.util.find_spec("scipy") is None:
+            raise UsageError("--sampler gp needs SciPy: pip install 'autofit-torch[gp]'")
         return optuna.samplers.GPSampler(seed=0)
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
@@ -204,10 +176,3 @@ def sampler_of(name: str) -> BaseSampler:
     if not isinstance(found, BaseSampler):
         raise UsageError(f"--sampler {name}: it is no optuna.samplers.BaseSampler")
     return found
-
-
-def _require(module: str, message: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(message) from error

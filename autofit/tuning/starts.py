@@ -60,14 +60,12 @@ class FixedStarts:
             return self._leanest(level_set, launch), True
         if state.level_sets is not None and not state.fits:
             return None, True
-        starts = (self._expert(), self._compiled(), *self._earlier)
-        return next((plan for plan in starts if self._can_start(plan, launch)), None), False
-
-    def _can_start(self, plan: Plan | None, launch: Launch | None) -> bool:
-        """Return whether a plan is new, allowed, and possible in ``launch``."""
-        if plan is None or plan in self._tried or self._state.why_not(plan) is not None:
-            return False
-        return launch is None or launch.can_measure(plan)
+        for plan in (self._expert(), self._compiled(), *self._earlier):
+            if plan is None or plan in self._tried or state.why_not(plan) is not None:
+                continue
+            if launch is None or launch.can_measure(plan):
+                return plan, False
+        return None, False
 
     def _expert(self) -> Plan | None:
         """Return the plan that is expected to be fastest, of those that need no own process.

@@ -25,7 +25,7 @@ from autofit.tuning.notices import (
 )
 from autofit.units import format_duration
 from autofit.view import words
-from autofit.view.transcript import StyledLine, Transcript
+from autofit.view.transcript import Transcript
 from autofit.worker.records.trials import Measurement
 
 STYLES = {"head": "bold", "best": "green", "bad": "yellow", "dim": "dim", "": ""}
@@ -69,7 +69,7 @@ class LiveTable:
         """Print the lines of ``notice`` above the running trials, and update these."""
         self._follow(notice)
         for line in self._transcript.lines(notice, self._console.width):
-            self._console.print(_text(line))
+            self._console.print(Text(line.text, style=STYLES[line.style]))
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -134,7 +134,3 @@ def running_line(running: Running, now: float, budget: int, usual: float | None 
         f"{line}: {words.rate(latest.samples_per_second)} samples/s at micro "
         f"{latest.micro_batch}, {words.of_budget(budget, latest.peak_device)}"
     )
-
-
-def _text(line: StyledLine) -> Text:
-    return Text(line.text, style=STYLES[line.style])

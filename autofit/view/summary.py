@@ -82,7 +82,7 @@ def _devices(result: Result) -> list[str]:
         return []
     (plan, other), new = result.elsewhere, result.measurement
     used, more = result.devices, max(result.ranks, plan.ranks)
-    name = "GPU" if result.hardware.device == "cuda" else "process"
+    name = "GPU" if not result.hardware.on_host else "process"
     against = f"the fastest plan on {words.many(more, name)}"
     if used < more:
         fewer = words.many(used, name)
@@ -116,7 +116,7 @@ def _memory(result: Result) -> list[str]:
             measured.peak_device - measured.peak_reserved,
         )
     )
-    if result.hardware.device == "cpu":
+    if result.hardware.on_host:
         return []
     return [
         f"At the peak: tensors {tensors}, cached by torch's allocator {cached}, "

@@ -11,6 +11,7 @@ from autofit.tuning.notices import (
     FactsKnown,
     LevelsLeftOut,
     Line,
+    NewOutput,
     Notice,
     PhaseBegun,
     Remeasuring,
@@ -76,7 +77,7 @@ class Transcript:
                 return [StyledLine(self._confirmed(notice), "dim")]
             case Line(text=text):
                 return [StyledLine(text, "dim")]
-            case PhaseBegun() | SizeMeasured() | TrialStarted():
+            case NewOutput() | PhaseBegun() | SizeMeasured() | TrialStarted():
                 return []
 
     def _confirmed(self, found: Confirmed) -> str:

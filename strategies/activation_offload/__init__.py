@@ -64,9 +64,7 @@ class ActivationOffload(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """A CPU computes in host memory."""
-        if hardware.device != "cuda":
-            return "a CPU computes in host memory already"
-        return None
+        return "a CPU computes in host memory already" if hardware.on_host else None
 
     def fault(self, error: BaseException) -> str | None:
         """torch does not allow saved-tensor hooks everywhere."""

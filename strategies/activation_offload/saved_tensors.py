@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from autofit import host
 from autofit.strategies.activation_offload import SMALL, WINDOW
 from autofit.strategies.base import Forward
+from autofit.strategies.support.device import on_accelerator
 from autofit.strategies.support.memory_layout import gapped, laid_out
 
 AHEAD = 4
@@ -86,11 +87,15 @@ class Transfer(Protocol):
 
 
 class StreamTransfer:
-    """Copies on a separate CUDA stream. A ticket is the copy's event and the computing stream."""
+    """Copies on a separate stream.
+
+    A ticket is the copy's event and the computing stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy to pinned memory, which torch does not reuse before the copy has ended."""
@@ -110,15 +115,15 @@ class StreamTransfer:
     def wait_copied_back(self, tensor: torch.Tensor, ticket: Any) -> None:
         """Wait on the present stream: backward may run on another one than forward."""
         event, stream = ticket
-        present = torch.cuda.current_stream(self._device)
+        present = self._module.current_stream(self._device)
         present.wait_event(event)
         if present != stream:
             tensor.record_stream(present)
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor) -> Any:
-        present = torch.cuda.current_stream(self._device)
+        present = self._module.current_stream(self._device)
         self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             to.copy_(of, non_blocking=True)
         return self._stream.record_event(), present
 
@@ -268,7 +273,8 @@ class Offload:
     def __init__(self, module: nn.Module, share: float) -> None:
         self.share = share
         self.host_budget = HostBudget()
-        self.kind = "cuda" if any(each.is_cuda for each in module.parameters()) else "cpu"
+        devices = (each.device for each in module.parameters())
+        self.kind = next((at.type for at in devices if on_accelerator(at)), "cpu")
         """Type of the device whose tensors are offloaded."""
         self.compiled = False
         """Part of the root is compiled: its backward needs the original strides."""
@@ -295,17 +301,17 @@ class Offload:
         """Return the transfer between ``device`` and the host."""
         if device not in self._transfers:
             self._transfers[device] = (
-                StreamTransfer(device) if device.type == "cuda" else BlockingTransfer()
+                StreamTransfer(device) if on_accelerator(device) else BlockingTransfer()
             )
         return self._transfers[device]
 
     def release(self) -> None:
         """Return the pinned memory that torch caches to the system."""
-        for device in self._transfers:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # torch keeps what a copy may still use
-        if torch.cuda.is_initialized():
-            torch._C._host_emptyCache()
+        used = [device for device in self._transfers if on_accelerator(device)]
+        for device in used:
+            torch.accelerator.synchronize(device)  # torch keeps what a copy may still use
+        if used:
+            torch.accelerator.empty_host_cache()
 
     def _residents(self, *arguments: Any) -> set[int]:
         """Return the addresses of weights, buffers and the batch, which stay on the device."""

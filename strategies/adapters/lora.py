@@ -114,7 +114,9 @@ def take_over(handle: OptimizerHandle) -> None:
         parameter: weight
         for module in models
         for parameter in module.parameters()
-        if (weight := _home(parameter)) is not None and id(weight) in held
+        if (home := _homes.get(parameter)) is not None
+        and (weight := home()) is not None
+        and id(weight) in held
     }
     if all(id(parameter) in held for parameter in homes):
         return
@@ -129,9 +131,3 @@ def take_over(handle: OptimizerHandle) -> None:
             *(parameter for parameter in group["params"] if id(parameter) not in frozen),
             *(parameter for parameter, weight in homes.items() if id(weight) in here),
         ]
-
-
-def _home(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the weight of an adapter's layer, or ``None`` if nothing refers to it any more."""
-    reference = _homes.get(parameter)
-    return None if reference is None else reference()

@@ -22,10 +22,9 @@ from autofit.strategies.precision import AMPERE
 
 EAGER, SDPA = "eager", "sdpa"
 """Hugging Face's names for unfused attention, and for torch's kernels."""
-KERNELS = {"flash": "flash", "cudnn": "cuDNN"}
-"""Levels that prefer one of torch's kernels, and the kernel's usual name."""
+FLASH = "flash"
 CUDNN_FIRST = ((9, 0), (10, 0))
-"""Compute capabilities on which torch 2.11 and later prefer cuDNN's kernel by default."""
+"""Compute capabilities on which torch 2.11 and later prefer cuDNN's kernel to FlashAttention."""
 WRITTEN = "no Hugging Face model with eager attention"
 CAPS = ("attn_logit_softcapping",)
 """Settings of models that torch's kernels would silently ignore."""
@@ -36,7 +35,7 @@ class Attention(Strategy):
 
     Attention that is written out holds a score for every pair of tokens and every head. The
     fused kernels never hold these scores (Dao et al., 2022). A Hugging Face model is switched
-    by its own method. torch tries the kernel that a level names first, and other kernels where
+    by its own method. Under ``flash`` torch tries FlashAttention first, and other kernels where
     that one does not work. Dropout inside attention draws other numbers from the same
     distribution.
     """
@@ -57,15 +56,8 @@ class Attention(Strategy):
             refines=True,
         ),
         Level(
-            name="flash",
+            name=FLASH,
             summary="FlashAttention before torch's other kernels, for half precision",
-            fidelity=Fidelity.ROUNDING,
-            slowdown=0.98,
-            refines=True,
-        ),
-        Level(
-            name="cudnn",
-            summary="cuDNN's attention before torch's other kernels, for half precision",
             fidelity=Fidelity.ROUNDING,
             slowdown=0.98,
             refines=True,
@@ -74,19 +66,19 @@ class Attention(Strategy):
 
     def describe(self, level: str) -> str:
         """Return ``"flash attention"``."""
-        return f"{KERNELS.get(level, level)} attention"
+        return f"{level} attention"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
-        """The kernels need CUDA and Ampere. torch already prefers one of them."""
-        if level not in KERNELS:
+        """FlashAttention needs CUDA and Ampere. torch prefers it already on most devices."""
+        if level != FLASH:
             return None
         if hardware.device != "cuda":
-            return f"{KERNELS[level]} attention needs a CUDA device"
+            return "flash attention needs a CUDA device"
         capability = hardware.capability or (0, 0)
         if capability < AMPERE:
-            return f"{level} attention needs compute capability 8.0, {hardware.name} has less"
-        if level == ("cudnn" if capability in CUDNN_FIRST else "flash"):
-            return f"torch prefers {KERNELS[level]} attention on {hardware.name} by itself"
+            return f"flash attention needs compute capability 8.0, {hardware.name} has less"
+        if capability not in CUDNN_FIRST:
+            return f"torch prefers flash attention on {hardware.name} by itself"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
@@ -100,8 +92,8 @@ class Attention(Strategy):
             return WRITTEN
         if not kinds:
             return "no Hugging Face model that is known to call torch's kernels"
-        if level in KERNELS and all(root.dtype == "float64" for root in facts.roots):
-            return f"{KERNELS[level]} attention is for half precision"
+        if level == FLASH and all(root.dtype == "float64" for root in facts.roots):
+            return "flash attention is for half precision"
         return None
 
     def by_hand(self, level: str) -> ByHand:
@@ -118,7 +110,7 @@ class Attention(Strategy):
             )
         kernels = ", ".join(
             f"torch.nn.attention.SDPBackend.{each}"
-            for each in (f"{level.upper()}_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+            for each in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
         )
         around = f"torch.nn.attention.sdpa_kernel([{kernels}], set_priority=True)"
         setting = f"call the model inside {around}"
@@ -132,11 +124,11 @@ class Attention(Strategy):
                 stack.callback(_switch(root.module))
             elif level == "sdpa":
                 raise Refused(WRITTEN)
-            if level in KERNELS:
-                from autofit.strategies.attention.kernels import First, preferring
+            if level == FLASH:
+                from autofit.strategies.attention.kernels import First, preferring_flash
 
-                stack.enter_context(preferring(level))
-                first = First(level, KERNELS[level], root.module)
+                stack.enter_context(preferring_flash())
+                first = First(root.module)
                 stack.callback(root.around_forward(first.around))
             return stack.pop_all().close
         raise AssertionError("the stack swallows nothing")

@@ -1,4 +1,4 @@
-"""Prefers one of torch's attention kernels, and checks whether the model can use it."""
+"""Prefers torch's FlashAttention, and checks whether the model can use it."""
 
 from __future__ import annotations
 
@@ -17,38 +17,32 @@ from autofit.strategies.base import Forward
 
 PREFIX = "_scaled_dot_product_"
 """Prefix of the kernels' operators."""
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Each level's kernel."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def preferring(level: str) -> Iterator[None]:
-    """Let torch try the kernel of ``level`` first, then the other allowed kernels.
+def preferring_flash() -> Iterator[None]:
+    """Let torch try FlashAttention first, then the other allowed kernels.
 
     This applies to the whole process, because checkpointing recomputes attention in backward.
     Raises ``Refused`` if the script has disabled the kernel.
     """
-    allowed = {
-        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+    if not cuda.flash_sdp_enabled():
+        raise Refused("the script has switched this kernel off")
+    others = {
         SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
         SDPBackend.MATH: cuda.math_sdp_enabled(),
     }
-    wanted = BACKENDS[level]
-    if not allowed[wanted]:
-        raise Refused("the script has switched this kernel off")
-    others = [each for each, on in allowed.items() if on and each is not wanted]
-    with sdpa_kernel([wanted, *others], set_priority=True):
+    allowed = [each for each, on in others.items() if on]
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, *allowed], set_priority=True):
         yield
 
 
 class First:
     """Observes the kernels in a root's first forward with gradients."""
 
-    def __init__(self, level: str, called: str, module: nn.Module) -> None:
-        self._level = level
-        self._called = called
+    def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
         self._looked = False
 
@@ -70,12 +64,10 @@ class First:
     def _judge(self, kernels: dict[str, torch.dtype]) -> None:
         if not kernels:
             raise Refused("the model runs none of torch's attention kernels")
-        ran = any(name.startswith(PREFIX + self._level) for name in kernels)
+        ran = any(name.startswith(f"{PREFIX}flash") for name in kernels)
         if not ran and any(dtype in HALVES for dtype in kernels.values()):
             found = ", ".join(name.removeprefix(PREFIX) for name in kernels)
-            raise Refused(
-                f"{self._called} does not support this model's attention: it runs {found}"
-            )
+            raise Refused(f"flash does not support this model's attention: it runs {found}")
 
 
 class _Seen(TorchDispatchMode):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from autofit.exceptions import Refused
 from autofit.facts import Facts
@@ -26,7 +26,7 @@ from autofit.strategies.base import (
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.inspection.heads import share_of_logits
 from autofit.strategies.inspection.own_checkpointing import has_switch, uses_own_switch
-from autofit.strategies.support.block_levels import ALL, PARTS, count, most_blocks
+from autofit.strategies.support.block_levels import ALL, count, most_blocks
 
 UNKNOWN_SHARE = 0.5
 """Share of the blocks for a number of blocks, where the number of all blocks is not known."""
@@ -64,7 +64,6 @@ class Checkpointing(Strategy):
     lowers = frozenset({Memory.ACTIVATIONS})
     replays = True
     number = Number.BLOCKS
-    removed: ClassVar[Mapping[str, str]] = {"selective": ALL}
     levels = (
         Level(name=AS_IS, summary="as the script has it", ordered=True),
         Level(
@@ -77,15 +76,9 @@ class Checkpointing(Strategy):
         Level(name=ALL, summary="every block", slowdown=1.25, keeps=0.15, ordered=True),
     )
 
-    def level(self, name: str) -> Level:
-        """Return the level called ``name``, which may be a number or a part of the blocks."""
-        if name in PARTS and name != ALL:
-            return replace(super().level(AUTO), name=name, summary=f"a {name} of the blocks")
-        return super().level(name)
-
     def numbered(self, name: str) -> Level:
         """Return the level of a number of blocks."""
-        return replace(super().level(AUTO), name=name, summary=f"the first {name} blocks")
+        return replace(self.level(AUTO), name=name, summary=f"the first {name} blocks")
 
     def leaner_levels(self, level: str, facts: Facts) -> tuple[str, ...]:
         """Return a number halfway between ``level`` and all blocks, then all blocks.
@@ -94,9 +87,8 @@ class Checkpointing(Strategy):
         """
         if level == ALL:
             return ()
-        blocks = most_blocks(facts)
-        if not blocks:
-            return ("half", ALL) if level == AS_IS else (ALL,)
+        if not (blocks := most_blocks(facts)):
+            return (ALL,)
         now = 0 if level == AUTO else count(level, blocks)
         halfway = (now + blocks + 1) // 2
         return (str(halfway), ALL) if 3 * (blocks - now) > blocks > halfway else (ALL,)
@@ -105,8 +97,6 @@ class Checkpointing(Strategy):
         """Return the share of the blocks that run again under ``level``."""
         if level in (AS_IS, ALL):
             return float(level == ALL)
-        if level in PARTS:
-            return 1 / PARTS[level]
         blocks = most_blocks(facts)
         return count(level, blocks) / blocks if blocks and level != AUTO else UNKNOWN_SHARE
 
@@ -147,10 +137,8 @@ class Checkpointing(Strategy):
         """
         if level == AUTO:
             return None
-        stop = level if level.isdecimal() else f"-(-len(blocks) // {PARTS[level]})"
-        some = "" if level == ALL else f"[:{stop}]"
-        stated = f"first {level}" if level.isdecimal() else f"first 1/{PARTS[level]} of the"
-        which = "repeated" if level == ALL else f"{stated} repeated"
+        some = "" if level == ALL else f"[:{level}]"
+        which = "repeated" if level == ALL else f"first {level} repeated"
         return ByHand(
             setting=f"for the {which} blocks: block.forward = functools.partial("
             "torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
@@ -265,7 +253,7 @@ def _switch_on(module: Any, level: str, blocks: Sequence[Any]) -> Undo:
 
     if level != ALL and not layers:
         undo()
-        raise Refused("this model's own checkpointing has no switch for each block")
+        raise Refused("this model's own checkpointing cannot checkpoint single blocks")
     return undo
 
 

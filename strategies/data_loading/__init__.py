@@ -68,7 +68,7 @@ class DataLoading(Strategy):
         """The workers are forked, to share the data set. Only CUDA uses pinned memory."""
         if "fork" not in multiprocessing.get_all_start_methods():
             return "processes cannot be forked on this system"
-        if level == "pinned" and hardware.device != "cuda":
+        if level == "pinned" and hardware.on_host:
             return "only a CUDA device copies from pinned memory"
         return None
 

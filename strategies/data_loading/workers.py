@@ -159,7 +159,7 @@ class Ahead:
         self._given: deque[Any] = deque()
         """Indices that the workers have, in order."""
         self._batches: Any = None
-        self._pinned = (pinned or iterator._pin_memory) and torch.cuda.is_available()
+        self._pinned = (pinned or iterator._pin_memory) and torch.accelerator.is_available()
         self._marks: list[Any] = []
         self._process = os.getpid()
 

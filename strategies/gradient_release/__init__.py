@@ -54,7 +54,7 @@ class GradientRelease(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """On the CPU gradients are in host memory already."""
-        if level == HOSTED and hardware.device == "cpu":
+        if level == HOSTED and hardware.on_host:
             return "gradients are in host memory already"
         return None
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer_offload.host_steps import HOST_BUDGET
+from autofit.strategies.support.device import on_accelerator
 from autofit.strategies.support.optimizer_classes import PER_PARAMETER, in_torch
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(PER_PARAMETER)
@@ -54,8 +55,8 @@ def why_not(optimizer: Optimizer) -> str | None:
 class Hosted:
     """Sums of the gradients of several chunks in host memory. Implements ``Aside``.
 
-    On CUDA the copies run on a separate stream. A gradient is freed after its copy. The main stream
-    waits for that copy a few gradients later, so the freed memory is reused in stream order.
+    On a GPU the copies run on a separate stream. A gradient is freed after its copy. The main
+    stream waits for that copy a few gradients later, so the freed memory is reused in stream order.
     """
 
     def __init__(self) -> None:
@@ -65,8 +66,8 @@ class Hosted:
         """Reserved bytes of the host memory."""
         self._full: set[int] = set()
         """The ids of parameters whose sums hold a gradient."""
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._leaving: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._leaving: list[tuple[torch.Event, torch.Tensor]] = []
 
     def put(self, parameter: torch.Tensor) -> None:
         """Clear ``parameter.grad``, and add its value to the sum in host memory."""
@@ -74,7 +75,7 @@ class Hosted:
         if gradient is None or gradient.layout is not torch.strided:
             return
         parameter.grad = None
-        if gradient.is_cuda:
+        if on_accelerator(gradient.device):
             self._leave(id(parameter), gradient)
         else:
             self._add(id(parameter), gradient)
@@ -85,7 +86,8 @@ class Hosted:
             return
         self._full.discard(id(parameter))
         if stream := self._streams.get(parameter.device):
-            torch.cuda.current_stream(parameter.device).wait_stream(stream)
+            of_device = torch.get_device_module(parameter.device)
+            of_device.current_stream(parameter.device).wait_stream(stream)
             self._leaving.clear()
         sums = self._sums[id(parameter)]
         if parameter.grad is None:
@@ -105,13 +107,14 @@ class Hosted:
 
     def _leave(self, key: int, gradient: torch.Tensor) -> None:
         """Add a gradient on the device to its sum, on the separate stream."""
-        main = torch.cuda.current_stream(gradient.device)
-        stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
+        of_device = torch.get_device_module(gradient.device)
+        main = of_device.current_stream(gradient.device)
+        stream = self._streams.setdefault(gradient.device, of_device.Stream(gradient.device))
         if len(self._leaving) >= MAX_PENDING:
             through, _ = self._leaving.pop(0)
             main.wait_event(through)
         stream.wait_stream(main)
-        with torch.cuda.stream(stream):
+        with of_device.stream(stream):
             self._add(key, gradient)
         self._leaving.append((stream.record_event(), gradient))
 
@@ -123,7 +126,7 @@ class Hosted:
                 raise Refused("the host's memory has no room for the gradients", "gradient_release")
             self._taken += [taken] if HOST_BUDGET.known else []
             sums = self._sums[key] = torch.empty_like(
-                gradient, device="cpu", pin_memory=gradient.is_cuda
+                gradient, device="cpu", pin_memory=on_accelerator(gradient.device)
             )
         if key in self._full:
             sums.copy_(

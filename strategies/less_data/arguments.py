@@ -31,7 +31,8 @@ def trained_on(call: Forward, cut: Cut) -> Forward:
         leaves, spec = tree_flatten((args, kwargs))
         some, named = tree_unflatten(cut(leaves), spec)
         output = call(*some, **named)
-        if not any(_is_loss(leaf) for leaf in tree_leaves(output)):
+        tensors = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+        if not any(each.requires_grad and each.dim() == 0 for each in tensors):
             raise Refused("the script computes the loss outside the model, from the whole batch")
         return output
 
@@ -54,8 +55,13 @@ def samples(leaves: list[Any], of: Samples, level: str) -> list[Any]:
 
 def tokens(leaves: list[Any]) -> list[Any]:
     """Return the arguments of the first half of the tokens."""
-    whole = (t for t in _tensors(leaves) if t.dim() == 2 and not _fractions(t))
-    shape = next((tensor.shape for tensor in whole), None)
+    whole = (
+        tensor.shape
+        for tensor in _tensors(leaves)
+        if tensor.dim() == 2
+        and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    )
+    shape = next(whole, None)
     if shape is None or shape[1] < 2:
         raise Refused("no argument of the model holds tokens: whole numbers, a row for each sample")
     return [_shortened(leaf, *shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -74,11 +80,3 @@ def _shortened(tensor: torch.Tensor, batch: int, length: int) -> torch.Tensor:
 
 def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-
-
-def _fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
-
-
-def _is_loss(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.dim() == 0

@@ -138,7 +138,10 @@ def _through(
         if to_hidden.sum is not None:
             to_hidden.sum[rows] = slope @ weight
         if to_weight.sum is not None:
-            _add_product(to_weight.sum, slope, some)
+            if slope.dtype == to_weight.sum.dtype:
+                to_weight.sum.addmm_(slope.t(), some)
+            else:
+                to_weight.sum += slope.t() @ some
         if to_bias.sum is not None:
             to_bias.sum += slope.sum(0, dtype=exact)
     return total, [to_hidden, to_weight, to_bias]
@@ -172,11 +175,3 @@ def _of_logits(
         return loss, slope.to(logits.dtype)
     (found,) = torch.autograd.grad(mapped, logits, slope.to(mapped.dtype))
     return loss, found
-
-
-def _add_product(total: torch.Tensor, slope: torch.Tensor, some: torch.Tensor) -> None:
-    """Add a chunk's gradient of the weight."""
-    if slope.dtype == total.dtype:
-        total.addmm_(slope.t(), some)
-    else:
-        total += slope.t() @ some

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import ClassVar
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import (
@@ -69,7 +68,6 @@ class Optimizer(Strategy):
     source = "https://arxiv.org/abs/2110.02861"
     lowers = frozenset({Memory.OPTIMIZER_STATE, Memory.WORKSPACE})
     replays = True
-    removed: ClassVar[Mapping[str, str]] = {"paged": "fused", "paged_eight_bit": "eight_bit"}
     levels = (
         Level(name=AS_IS, summary="the script's own implementation"),
         Implementation(

@@ -56,7 +56,8 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Algorithm:
     gradients[1] *= 0.05  # small, so that moment and gradient both matter
     parameter = nn.Parameter(weights.to(like.device, like.dtype))
     state = _stepped(optimizer, group, parameter, gradients)
-    kept = [key for key, value in state.items() if _in_shape(value, parameter)]
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    kept = [key for key, value in tensors.items() if value.shape == parameter.shape]
     others = [key for key in state if key not in kept and key != "step"]
     if any(state[key].dtype is torch.uint8 for key in kept):
         raise Refused(f"{name} keeps its state in 8 bits by itself")
@@ -110,10 +111,6 @@ def _lion(
         weights = weights * (1 - RATE * DECAY) - RATE * direction
         moment = betas[1] * moment + (1 - betas[1]) * gradient
     return weights, moment
-
-
-def _in_shape(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape
 
 
 def _plain(optimizer: Any, step: Callable[[], None]) -> None:

@@ -57,9 +57,7 @@ class OptimizerOffload(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """A CPU computes in host memory."""
-        if hardware.device != "cuda":
-            return "a CPU computes in host memory already"
-        return None
+        return "a CPU computes in host memory already" if hardware.on_host else None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The optimizer must update each element separately."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
+from autofit.strategies.support.device import on_accelerator
 from autofit.units import format_size
 
 FOLDER = "AUTOFIT_OFFLOAD_DIR"
@@ -70,7 +71,7 @@ class StateFiles:
 
     def read(self, part: torch.Tensor, onto: torch.Tensor) -> None:
         """Copy ``part`` of a file to ``onto``, on the device."""
-        if not onto.is_cuda:
+        if not on_accelerator(onto.device):
             onto.copy_(part)
             return
         pinned = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
@@ -79,12 +80,12 @@ class StateFiles:
 
     def write(self, value: torch.Tensor, part: torch.Tensor) -> None:
         """Copy ``value`` from the device to ``part`` of a file, at the next ``flush`` at last."""
-        if not value.is_cuda:
+        if not on_accelerator(value.device):
             part.copy_(value)
             return
         pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         pinned.copy_(value, non_blocking=True)
-        event = torch.cuda.current_stream(value.device).record_event()
+        event = torch.get_device_module(value.device).current_stream(value.device).record_event()
         self._pending.append((event, pinned, part))
         self.flush(MAX_PENDING)
 

@@ -21,6 +21,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer_offload.files import StateFiles
+from autofit.strategies.support.device import on_accelerator
 from autofit.strategies.support.optimizer_classes import ELEMENTWISE, in_torch
 from autofit.strategies.support.parameter_groups import parameters
 from autofit.strategies.weights import split_float32
@@ -242,7 +243,7 @@ class Offload:
     def _lane(
         self, parameter: torch.Tensor, gradient: torch.Tensor
     ) -> AbstractContextManager[object]:
-        if not parameter.is_cuda:
+        if not on_accelerator(parameter.device):
             return nullcontext()
         if parameter.device not in self._lanes:
             self._lanes[parameter.device] = Lanes(parameter.device)
@@ -269,7 +270,7 @@ class Offload:
         """Return a tensor in host memory with a parameter's shape and strides."""
         if self._files is not None:
             row = self._files.empty(parameter.numel(), dtype)
-        elif parameter.is_cuda:
+        elif on_accelerator(parameter.device):
             row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
         else:  # tests on a CPU: Python's own memory does not count against the cap
             memory = bytearray(parameter.numel() * dtype.itemsize)
@@ -310,17 +311,18 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lanes = deque([torch.cuda.Stream(device), torch.cuda.Stream(device)])
-        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._module = torch.get_device_module(device)
+        self._lanes = deque(self._module.Stream(device) for _ in range(2))
+        self._pending: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     @contextmanager
     def next(self, gradient: torch.Tensor) -> Iterator[None]:
         """Run the context on the next lane, after the present work of the main stream."""
-        main = torch.cuda.current_stream(self._device)
+        main = self._module.current_stream(self._device)
         lane = self._lanes[0]
         self._lanes.rotate()
         lane.wait_stream(main)
-        with torch.cuda.stream(lane):
+        with self._module.stream(lane):
             yield
         self._pending.append((lane.record_event(), gradient))
         while len(self._pending) > MAX_PENDING:
@@ -338,11 +340,8 @@ def _worth(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is large enough, and has no gaps in memory."""
     if parameter.numel() < SMALL or not parameter.is_floating_point():
         return False
-    return _dense(parameter) and type(parameter) in (nn.Parameter, torch.Tensor)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    return dense and type(parameter) in (nn.Parameter, torch.Tensor)
 
 
 def _like(value: Any, parameter: torch.Tensor) -> bool:
@@ -360,11 +359,11 @@ def _flat(parameter: torch.Tensor, other: Any) -> torch.Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy. On CUDA another lane may have made ``value`` and owns its memory."""
+    """Return a copy. On an accelerator another lane may have made ``value`` and owns its memory."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.is_cuda:
-        value.record_stream(torch.cuda.current_stream(value.device))
+    if on_accelerator(value.device):
+        value.record_stream(torch.get_device_module(value.device).current_stream(value.device))
     return value.clone()
 
 

@@ -9,15 +9,13 @@ from autofit.strategies.base import AS_IS
 
 ALL = "all"
 """The level of all blocks."""
-PARTS = {"third": 3, "half": 2, ALL: 1}
-"""Levels that checkpoint one block in so many. Plans of earlier versions may hold the first two."""
 
 
 def count(level: str, blocks: int) -> int:
     """Return how many of ``blocks`` blocks run again under a level other than ``auto``."""
     if level == AS_IS:
         return 0
-    return min(int(level), blocks) if level.isdecimal() else -(-blocks // PARTS[level])
+    return blocks if level == ALL else min(int(level), blocks)
 
 
 def level_of(number: int, blocks: int) -> str:

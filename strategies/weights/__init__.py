@@ -98,9 +98,7 @@ class Weights(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """On CUDA bfloat16 needs a GPU from Ampere on."""
-        if hardware.device != "cuda":
-            return None
-        if (hardware.capability or (0, 0)) < AMPERE:
+        if hardware.capability is not None and hardware.capability < AMPERE:
             return f"bf16 needs compute capability 8.0, {hardware.name} has less"
         return None
 

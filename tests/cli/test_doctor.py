@@ -15,7 +15,6 @@ from autofit.facts import Bandwidth
 from autofit.storage import MachineKey, Store
 from autofit.worker import meter
 from autofit.worker.cluster.versions import versions
-from autofit.worker.meter import nvml
 
 pytestmark = pytest.mark.quick
 
@@ -109,8 +108,8 @@ def test_a_store_that_cannot_be_read_is_a_finding(
 
 def test_memory_of_others_and_what_nobody_measures_are_marked() -> None:
     hardware = meter.Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 << 30)
-    holder = nvml.Holder(pid=7, name="python", size=100 << 30)
-    card = nvml.Card(
+    holder = meter.Holder(pid=7, name="python", size=100 << 30)
+    card = meter.Card(
         entry="0",
         uuid="GPU-0",
         hardware=hardware,
@@ -124,7 +123,7 @@ def test_memory_of_others_and_what_nobody_measures_are_marked() -> None:
     assert found.text == said
     linked = dataclasses.replace(card, hardware=dataclasses.replace(hardware, link="nvlink"))
     assert doctor._card(linked).text == f"{said}; NVLink to the others"
-    blind = nvml.Card(
+    blind = meter.Card(
         entry="0",
         uuid="",
         hardware=hardware,

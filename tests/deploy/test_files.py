@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -18,6 +19,7 @@ import yaml
 from jsonschema import Draft7Validator, ValidationError
 
 from autofit.cli import cli
+from autofit.service.boundary import CONNECTIONS, PROBES
 from tests.ray_head import TOOLS
 
 pytestmark = pytest.mark.quick
@@ -82,6 +84,7 @@ def test_the_unit_starts_the_service(deploy: Path) -> None:
     folder = f"/var/lib/{unit['Service']['StateDirectory']}"
     assert options["storage"] == f"{folder}/autofit.db"
     assert unit["Service"]["KillMode"] == "process", "else a restart would end all searches"
+    assert int(unit["Service"]["LimitNOFILE"]) > 2 * CONNECTIONS
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -100,11 +103,15 @@ def test_systemd_takes_the_unit(deploy: Path, tmp_path: Path) -> None:
 # --- Kubernetes -------------------------------------------------------------------------------
 
 
+def resources(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the resources of a file by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all(file.read_text())}
+
+
 @pytest.fixture(scope="module")
 def job(deploy: Path) -> dict[str, Any]:
     """The RayJob."""
-    found: dict[str, Any] = yaml.safe_load((deploy / "kuberay.yaml").read_text())
-    return found
+    return resources(deploy / "kuberay.yaml")["RayJob"]
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +181,8 @@ def test_one_ray_everywhere(deploy: Path, job: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def service(deploy: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The Service and the RayCluster."""
-    first, second = yaml.safe_load_all((deploy / "kuberay-service.yaml").read_text())
-    return first, second
+    found = resources(deploy / "kuberay-service.yaml")
+    return found["Service"], found["RayCluster"]
 
 
 def test_the_crd_takes_the_cluster_of_the_service(
@@ -218,6 +225,34 @@ def test_the_head_runs_the_service(
     assert spec["authOptions"] == {"mode": "token"}
 
 
+@pytest.mark.parametrize("name", ["kuberay.yaml", "kuberay-service.yaml"])
+def test_pods_have_no_more_rights_than_they_need(deploy: Path, name: str) -> None:
+    found = resources(deploy / name)
+    (cluster,) = (found[kind] for kind in ("RayCluster", "RayJob") if kind in found)
+    spec = cluster["spec"].get("rayClusterSpec", cluster["spec"])
+    labels = {"ray.io/cluster": cluster["metadata"]["name"]}
+    selected = found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+        own = group["template"].get("metadata", {}).get("labels", {})
+        assert selected.items() <= {**labels, **own}.items(), "the policy is of this pod"
+
+
+def test_the_head_is_asked_whether_it_lives(
+    service: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    (head,) = service[1]["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    probes = [head[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert probes == [{"path": PROBES[0], "port": "http"}] * 3
+
+
 # --- the service with Docker Compose ----------------------------------------------------------
 
 
@@ -240,14 +275,25 @@ def test_the_container_runs_the_service(deploy: Path) -> None:
     options = parse(shlex.join(service["command"]))
     assert service["ports"] == [f"127.0.0.1:{options['port']}:{options['port']}"]
     assert f":{options['port']}/readyz" in service["healthcheck"]["test"][-1]
-    (volume,) = service["volumes"]
-    name, _, folder = volume.partition(":")
-    assert name in found["volumes"]
-    assert Path(options["storage"]).parent == Path(folder), "else a new container loses the store"
+    folders = dict(volume.split(":") for volume in service["volumes"])
+    assert folders.keys() == found["volumes"].keys()
+    folder = str(Path(options["storage"]).parent)
+    assert folders == {"store": folder, "tmp": "/tmp"}, "a new container finds the store"
     context = deploy / service["build"]["context"]
     assert (context / service["build"]["dockerfile"]).samefile(deploy / "Dockerfile")
     (extras,) = re.findall(r"/opt/autofit\[([\w,]+)\]", (deploy / "Dockerfile").read_text())
     assert "serve" in extras.split(",")
+
+
+def test_a_trial_in_the_container_may_have_its_overlays(deploy: Path) -> None:
+    service = yaml.safe_load((deploy / "compose.yaml").read_text())["services"]["autofit"]
+    options = dict(each.split("=") for each in service["security_opt"])
+    profile = json.loads((deploy / options["seccomp"]).read_text())
+    (denied,) = profile["syscalls"]
+    assert (profile["defaultAction"], denied["action"]) == ("SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO")
+    assert {"bpf", "init_module", "kexec_load", "keyctl"} <= {*denied["names"]}
+    assert not {"unshare", "mount", "setns", "clone", "clone3"} & {*denied["names"]}
+    assert options["apparmor"] == "unconfined", "Docker's own profile denies mount"
 
 
 # --- the image: not built here, there is no Docker --------------------------------------------
@@ -271,6 +317,7 @@ def test_the_image_is_written_as_it_should_be(root: Path, deploy: Path) -> None:
     assert lines[-1][0] == "WORKDIR", "nothing is installed as a user"
     for run in (rest for name, rest in lines if name == "RUN"):
         assert subprocess.run(["bash", "-n", "-c", run]).returncode == 0
+    assert "-c /opt/autofit/constraints-cpu.txt" in text
     copied = [rest.split()[0] for name, rest in lines if name == "COPY"]
     assert all((root / source).exists() for source in copied)
     assert ".venv" in (deploy / "Dockerfile.dockerignore").read_text().splitlines()

@@ -41,8 +41,6 @@ def test_a_plan_by_hand(text: str, tmp_path: Path) -> None:
         ('{"plan": {"micro_batch": "' + "9" * 5_000 + '"}}', "plan.txt"),
         ('{"plan": {"precison": "bf16"}}', "there is no technique 'precison'"),
         ('{"plan": {"precision": "bf17"}}', "precision has no level 'bf17'"),
-        ('{"plan": {"optimizer": "paged"}}', "'paged': it was removed in 0.2: use fused"),
-        ('{"plan": {"checkpointing": "selective"}}', "it was removed in 0.2: use all"),
     ],
 )
 def test_no_plan_is_a_usage_error(text: str, said: str, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity
 from autofit.strategies.activation_offload import saved_tensors
 from autofit.worker.harness.patching.observers import Calls, Seams
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.oom.classifier import Kind, classify
 from tests.roots import Bystander

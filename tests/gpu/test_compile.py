@@ -13,8 +13,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity
 from autofit.worker.harness.patching.observers import Calls, Seams
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch
 from autofit.worker.oom.classifier import Kind, classify

@@ -14,8 +14,7 @@ from torch import nn
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.patching.observers import Calls, Seams
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.verification.plan_check import prove
 from tests.gpu.unet import UNet
 from tests.roots import Bystander

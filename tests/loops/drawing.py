@@ -20,7 +20,6 @@ LEVELS = (
     *(("activation_offload", level) for level in ("all", "half")),
     *(("optimizer", level) for level in ("fused", "single")),
     ("gradient_release", "released"),
-    ("zero_grad", "set_to_none"),
     ("memory_format", "channels_last"),
 )
 """Levels, exact or redraw, that a CPU can run in no time.

@@ -47,7 +47,7 @@ from autofit.worker.records.trials import (
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.utils.data", "accelerate.utils", "numpy", "resource"),
-    *("torch._subclasses.schema_check_mode", "autofit.worker.meter.cpu"),
+    *("torch._subclasses.schema_check_mode", "autofit.worker.meter.kinds.cpu"),
     *("autofit.worker.harness.measurement.trial", "autofit.worker.harness.session.real_run"),
     *("autofit.worker.harness.process.lifecycle", "autofit.worker.harness.process.program"),
     *("autofit.strategies.optimizer.fused", "autofit.strategies.checkpointing.recompute"),

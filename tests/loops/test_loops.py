@@ -47,9 +47,7 @@ LATE = (
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "level", ["checkpointing=all", "activation_offload=all", "zero_grad=set_to_none"]
-)
+@pytest.mark.parametrize("level", ["checkpointing=all", "activation_offload=all"])
 def test_what_keeps_something_of_each_call_keeps_the_same(nursery: Nursery, level: str) -> None:
     plan = Plan.of(dict([level.split("=")]))
     bad = []

@@ -20,7 +20,7 @@ import gc, json, sys
 import torch
 from torch import nn
 import autofit, autofit.exceptions
-from autofit.worker.meter.cpu import ShimMeter
+from autofit.worker.meter.kinds.cpu import ShimMeter
 meter = ShimMeter.loaded()
 MiB = 1 << 20
 def say(**values):

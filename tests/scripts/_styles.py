@@ -200,7 +200,7 @@ STYLES = [
         script="reports/spiking.py",
         refusals={
             "split": "the model keeps a part of its forward",
-            "checkpointing": "would not change as it does",
+            "checkpointing": "would change differently under the plan",
             "both": "changes in its backward",
         },
     ),

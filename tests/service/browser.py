@@ -40,6 +40,8 @@ class Browser:
         os.close(to_browser)
         os.close(from_browser)
         self._buffer, self._number, self._session = b"", 0, ""
+        self.console: list[str] = []
+        """What pages have written to the console, and what the browser has complained of there."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -52,7 +54,8 @@ class Browser:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
-        self._call("Page.enable")
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
         """Open a page and wait until it has loaded."""
@@ -88,6 +91,27 @@ class Browser:
         """Click an element."""
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other, such as ``"Tab"``; a longer text is typed."""
+        codes = {"Tab": (9, ""), "Enter": (13, "\r"), "Space": (32, " ")}
+        for key in keys:
+            if key not in codes:
+                self._call("Input.insertText", text=key)
+                continue
+            code, text = codes[key]
+            name = " " if key == "Space" else key
+            about = {"key": name, "code": key, "windowsVirtualKeyCode": code, "text": text}
+            self._call("Input.dispatchKeyEvent", type="keyDown", **about)
+            self._call("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def tab_to(self, selector: str) -> None:
+        """Press Tab until an element has the focus."""
+        for _ in range(100):
+            if self.run(f"document.activeElement.matches({json.dumps(selector)})"):
+                return
+            self.press("Tab")
+        raise AssertionError(f"no key reaches {selector}")
+
     def picture(self, file: Path) -> None:
         """Write a picture of the whole page."""
         found = self._call("Page.captureScreenshot", captureBeyondViewport=True)
@@ -101,9 +125,17 @@ class Browser:
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
             answer = self._message()
+            self._note(answer)
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]
+
+    def _note(self, message: Any) -> None:
+        match message:
+            case {"method": "Log.entryAdded", "params": {"entry": entry}}:
+                self.console.append(f"{entry['text']} ({entry.get('url', '')})")
+            case {"method": "Runtime.consoleAPICalled" | "Runtime.exceptionThrown"}:
+                self.console.append(str(message["params"]))
 
     def _message(self) -> Any:
         while b"\0" not in self._buffer:

@@ -86,11 +86,15 @@ class LiveService:
         *,
         words: tuple[str, ...] = ("--trusted-users",),
         python: str = sys.executable,
+        storage: str = "",
         **more: str,
     ) -> None:
-        """``words``: more options of the command; ``more``: variables of the environment."""
+        """``words``: more options of the command; ``more``: variables of the environment.
+
+        ``storage``: the URL of the store, if it is not a file of the service.
+        """
         self.root = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))  # short: sockets lie below it
-        self.storage = str(self.root / "service.db")
+        self.storage = storage or str(self.root / "service.db")
         self._searches = searches
         self._words = words
         self._python = python

@@ -47,9 +47,10 @@ class Running:
         machines: tuple[Node, ...] = (),
         connections: int = 100,
         proxies: tuple[str, ...] = (),
+        storage: str = "",
     ) -> Iterator[Running]:
-        """Serve a new store in a folder."""
-        with Store(str(folder / "service.db")) as store:
+        """Serve a new store in a folder, or the one at the URL ``storage``."""
+        with Store(storage or str(folder / "service.db")) as store:
             queue = Queue(store)
             users = Users(store, trusted=trusted, obstacle=obstacle, rate=rate)
             app = make_app(

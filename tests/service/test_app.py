@@ -366,6 +366,6 @@ def test_the_gpus_and_their_holders(tmp_path: Path) -> None:
         assert running.queue.claim(Owner.current(), "runner") is not None
         running.queue.run(search)
         found = running.user("alice").get("/api/gpus")
-    assert found["machines"] == [{"host": "gpu1", "gpus": 8, "model": "H100"}]
+    assert found["machines"] == [{"host": "gpu1", "gpus": 8, "model": "H100", "loads": []}]
     (holder,) = found["holders"]
     assert (holder["user"], holder["search"], holder["gpus"]) == ("bob", search.id, 3)

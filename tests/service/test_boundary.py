@@ -6,7 +6,10 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -296,12 +299,11 @@ def _of(upload: str) -> dict[str, str]:
 
 def test_the_client_waits_while_the_service_is_restarted(tmp_path: Path) -> None:
     """The port is taken by nobody for a moment, as when a service is started again."""
-    import threading
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     sent: list[Any] = []
-    service = Service(f"http://127.0.0.1:{port}", "")
+    said: list[str] = []
+    service = Service(f"http://127.0.0.1:{port}", "", say=said.append)
     waiting = threading.Thread(target=lambda: sent.append(service.post("/api/searches", {})))
     waiting.start()
     time.sleep(0.5)
@@ -314,6 +316,34 @@ def test_the_client_waits_while_the_service_is_restarted(tmp_path: Path) -> None
                 connection.sendall(head.encode() + b'{"id": 10}')
     waiting.join(20)
     assert sent == [{"id": 10}]
+    (line,) = said
+    assert line.startswith(
+        f"{service.url} does not answer ([Errno 111] Connection refused): trying"
+    )
+
+
+def test_a_certificate_that_is_not_trusted_ends_the_client_at_once(tmp_path: Path) -> None:
+    if (program := shutil.which("openssl")) is None:
+        pytest.skip("openssl, which makes a certificate, is not installed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    line = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1"]
+    line += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(line, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    plain = socket.create_server(("127.0.0.1", 0))
+    with context.wrap_socket(plain, server_side=True) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                server.accept()
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        service = Service(f"https://127.0.0.1:{server.getsockname()[1]}", "")
+        with pytest.raises(UsageError, match=r"certificate of .* is not trusted \(self.signed"):
+            service.get("/api/searches")
+        accepting.join()
 
 
 def test_a_store_that_does_not_answer(tmp_path: Path) -> None:

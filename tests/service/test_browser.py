@@ -13,7 +13,7 @@ import pytest
 
 from autofit.client import messages
 from autofit.storage import Owner, SearchRecord, Submission
-from autofit.tuning.notices import Line, Notice, StudyStarted, TrialEnded
+from autofit.tuning.notices import Line, NewOutput, Notice, StudyStarted, TrialEnded
 from autofit.worker.cluster.nodes import Node
 from autofit.worker.records.trials import Script
 from tests.report.stored import BF16, FACTS, GIB, H200, LEAN, add, figures, measured, opened
@@ -129,13 +129,60 @@ def test_who_holds_gpus_and_who_waits(service: Running, tmp_path: Path) -> None:
     queue.wait(starting, "4 GPUs (H100)")
     with Browser(tmp_path / "profile") as browser:
         browser.open(service.url)
-        text = browser.run("document.getElementById('queue-and-gpus').innerText")
+        text = browser.run("document.getElementById('live').innerText")
         assert "6 of 8 are held: gpu1 has 8 x H100." in text
         assert f"bob: 6 GPUs for search {running.id}, for " in text
         assert f"{ME}: search {waiting.id} waits for 4 GPUs (H100)" in text
         queue.finish(running, None)
         queue.finish(waiting, None)
         browser.wait("document.body.innerText.includes('No search waits.')")  # without a reload
+
+
+def test_by_keyboard_alone(service: Running, folder: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(service.url)
+        browser.tab_to("[name=archive]")
+        browser.choose("[name=archive]", folder)  # the system's own dialog
+        browser.press("Tab", "train.py", "Tab", "--epochs 3")
+        browser.tab_to("#submit button")
+        browser.press("Enter")
+        browser.wait("location.pathname.startsWith('/searches/')")
+        browser.tab_to("[data-order=cancel]")
+        browser.press("Enter")
+        browser.wait("document.getElementById('state').textContent === 'cancelled'")
+        assert browser.run("document.activeElement.id") == "state", "its button has gone"
+        browser.tab_to("[data-order=resume]")
+        browser.press("Enter")
+        browser.wait("document.getElementById('state').textContent.startsWith('queued')")
+        search = claimed(service)
+        told = [*measure(service, search), NewOutput(slot=0, text="loss 3.2\nloss 2.9")]
+        service.queue.tell(search, [messages.notice_to_json(notice) for notice in told])
+        browser.wait("document.getElementById('output-0')?.textContent.endsWith('loss 2.9')")
+        assert "20.0 samples/s in 12.0 GiB" in browser.run("document.body.innerText")
+        browser.tab_to("#report")
+        browser.press("Enter")
+        browser.wait("location.pathname.endsWith('/report')")
+        browser.wait("document.querySelectorAll('table tr').length > 2")
+        assert browser.console == []
+    service.queue.finish(search, None)
+
+
+def test_a_refresh_keeps_the_focus_and_what_is_marked(service: Running, tmp_path: Path) -> None:
+    first = service.queue.submit(ME, Submission(script=("a.py",), upload=uuid.uuid4().hex))
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(service.url)
+        row = f"#search-{first.id}"
+        browser.tab_to(f"{row} input")
+        browser.press("Space", "Tab")
+        browser.run("window.kept = document.activeElement, 0")
+        second = service.queue.submit(ME, Submission(script=("b.py",), upload=uuid.uuid4().hex))
+        service.queue.cancel(first.id, ME)
+        browser.wait(f"document.querySelector('{row} .state').textContent === 'cancelled'")
+        order = "[...document.querySelectorAll('#searches tbody tr')].map((row) => row.id)"
+        assert browser.run(order)[:2] == [f"search-{second.id}", f"search-{first.id}"]
+        assert browser.run("document.activeElement === kept && kept.matches('.name')")
+        assert browser.run(f"document.querySelector('{row} input').checked")
+    service.queue.cancel(second.id, ME)
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -157,5 +204,6 @@ def test_narrow_and_dark(service: Running, tmp_path: Path, dark: bool) -> None:
                 "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
             )
             assert (max(bright) < 64) == dark, path
+            assert browser.console == [], path
             browser.picture(tmp_path / f"{path.strip('/').replace('/', '-') or 'index'}.png")
     queue.finish(search, None)

@@ -92,6 +92,9 @@ def test_a_search_that_fails_ends_as_a_local_one() -> None:
         through = live.autofit("search", "--server", live.url, "fails.py", *WORDS, cwd=folder)
         assert (through.returncode, through.stderr) == (local.returncode, local.stderr)
         assert local.returncode == 1
+        seen = Service(live.url).events("/api/searches/1/events")
+        printed = [each.content["text"] for each in seen if each.kind == "NewOutput"]
+        assert printed[-1].startswith("begins\n")
 
 
 @pytest.mark.full

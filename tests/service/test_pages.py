@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import getpass
+import html
 import http.client
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
 
 from autofit.client import messages
-from autofit.service.users import create_token
-from autofit.storage import SearchRecord, Submission
+from autofit.service.pages import PAGE
+from autofit.service.users import COOKIE, create_token
+from autofit.storage import Outcome, SearchRecord, Submission
 from autofit.tuning.notices import Line, Notice, StudyStarted, TrialEnded
+from autofit.worker.cluster.nodes import Node
+from autofit.worker.meter.nvml import Load
 from autofit.worker.records.trials import Script
 from tests.report.stored import BF16, GIB, H200, LEAN, add, figures, measured, opened
 from tests.service.serving import Running
@@ -34,8 +42,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def search(alone: Running) -> SearchRecord:
     """A finished search of that service, with two measured plans."""
-    import getpass
-
     request = Submission(script=(EVIL,), args=("--lr", "1"), upload="aa")
     search = alone.queue.submit(getpass.getuser(), request)
     study = opened(alone.store)
@@ -97,6 +103,107 @@ def test_a_browser_needs_the_token(running: Running) -> None:
     assert "carol" in page.read().decode()
     listed = asked(running, "/api/searches", Cookie=cookie.partition(";")[0])
     assert listed.read() == b"[]"
+
+
+@pytest.mark.quick
+def test_logout_takes_the_token_out_of_the_browser(running: Running) -> None:
+    cookie = f"{COOKIE}={create_token(running.store, 'dora')}"
+    assert "Log out" in asked(running, "/", Cookie=cookie).read().decode()
+    answer = asked(running, "/logout", method="POST", Cookie=cookie)
+    assert (answer.status, answer.getheader("Location")) == (303, "/login")
+    assert f'{COOKIE}=""' in (answer.getheader("Set-Cookie") or "")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("path", "code", "why"),
+    [
+        ("/searches/9999", 404, "there is no search 9999"),
+        ("/api/searches/9999/report", 404, "there is no search 9999"),
+        ("/nothing", 404, "Not Found"),
+        ("/?state=none", 422, "query.state"),
+        ("/compare?search=1", 400, "1 searches are chosen: choose two of them"),
+    ],
+)
+def test_a_browser_gets_errors_as_pages(alone: Running, path: str, code: int, why: str) -> None:
+    page = asked(alone, path, Accept="text/html,*/*;q=0.8")
+    assert (page.status, page.getheader("Content-Type")) == (code, "text/html; charset=utf-8")
+    text = page.read().decode()
+    assert why in text
+    assert 'href="/"' in text
+    plain = asked(alone, path)
+    assert (plain.status, plain.getheader("Content-Type")) == (code, "application/json")
+
+
+@pytest.mark.quick
+def test_older_searches_are_found(running: Running) -> None:
+    cookie = f"{COOKIE}={create_token(running.store, 'erna')}"
+    numbers = [
+        running.queue.submit("erna", Submission(script=(f"train{n % 2}.py",), upload=f"{n:x}")).id
+        for n in range(PAGE + 2)
+    ]
+    day = running.queue.search(numbers[0]).created
+
+    def listed(path: str) -> list[int]:
+        text = asked(running, path, Cookie=cookie).read().decode()
+        return [int(each) for each in re.findall(r'<tr id="search-(\d+)"', text)]
+
+    assert listed("/") == numbers[:1:-1]
+    first = asked(running, "/?state=queued", Cookie=cookie).read().decode()
+    (older,) = re.findall(r'id="older" href="(.*?)"', first)
+    assert listed(html.unescape(older)) == numbers[1::-1]
+    assert listed("/?script=TRAIN1&state=queued&until=") == numbers[-2::-2]
+    assert listed("/?state=failed") == []
+    assert listed(f"/?until={day:%Y-%m-%d}") == listed("/")
+    assert listed(f"/?until={day - timedelta(days=1):%Y-%m-%d}") == []
+
+
+@pytest.mark.quick
+def test_two_searches_side_by_side(alone: Running, search: SearchRecord) -> None:
+    other = alone.queue.submit(search.user, Submission(script=("other.py",), upload="bb"))
+    waits = asked(alone, f"/compare?search={search.id}&search={other.id}")
+    assert json.loads(waits.read())["error"].startswith("a search that has measured nothing yet")
+    alone.queue.belongs_to(other, str(search.study))
+    page = asked(alone, f"/compare?search={search.id}&search={other.id}").read().decode()
+    names = f"search {other.id} against search {search.id}"
+    assert f"{names}: speed ~+0 %, peak +0 %" in page
+    assert page.count("20.0 ±0.8") == 4, "beside each other, and among the trials of each"
+    alone.queue.cancel(other.id, search.user)
+
+
+@pytest.mark.quick
+def test_a_failed_search_shows_its_traceback(alone: Running) -> None:
+    search = alone.queue.submit(getpass.getuser(), Submission(script=("t.py",), upload="cc"))
+    outcome = Outcome(kind="ScriptError", message="t.py fails", traceback="line 1\n<b>line 2</b>")
+    alone.queue.finish(search, outcome)
+    page = asked(alone, f"/searches/{search.id}").read().decode()
+    assert ">line 1\n&lt;b&gt;line 2&lt;/b&gt;</pre>" in page
+
+
+@pytest.mark.quick
+def test_the_load_of_the_gpus(tmp_path: Path) -> None:
+    loads = (
+        Load(card="GPU 0", total=80 * GIB, held=60 * GIB, busy=93),
+        Load(card="GPU MIG-1", total=10 * GIB, held=GIB, busy=None),
+    )
+    node = Node(id="1", host="gpu1", address="", cpus=8, gpus=2, model="H100", here=True)
+    with Running.start(tmp_path, machines=(replace(node, loads=loads),)) as running:
+        page = asked(running, "/").read().decode()
+        assert "gpu1 GPU 0</span>: 60.0 GiB of 80.0 GiB, 93 % busy<" in page
+        assert "gpu1 GPU MIG-1</span>: 1.0 GiB of 10.0 GiB<" in page
+        assert running.user("alice").get("/api/gpus")["machines"][0]["loads"][0]["busy"] == 93
+
+
+@pytest.mark.quick
+def test_what_pages_load_needs_no_token(running: Running) -> None:
+    running.user("alice")
+    page = asked(running, "/login").read().decode()
+    files = re.findall(r'(?:href|src)="(/static/.*?)"', page)
+    assert len(files) == 3
+    for each in files:
+        answer = asked(running, each)
+        assert answer.status == 200
+        assert answer.read()
 
 
 @pytest.fixture

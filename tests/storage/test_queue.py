@@ -27,7 +27,8 @@ from autofit.storage import (
     StudyRecord,
     Submission,
 )
-from autofit.storage.queue import MOST_ATTEMPTS, NoSuchSearch
+from autofit.storage.queue import MOST_ATTEMPTS, REPLACED, NoSuchSearch
+from autofit.tuning.notices import NewOutput
 
 pytestmark = pytest.mark.quick
 
@@ -184,6 +185,14 @@ def test_a_search_that_is_lost_again_and_again_fails(queue: Queue, gone: Owner) 
     assert (again.state, again.outcome, again.attempts) == (SearchState.QUEUED, None, 0)
 
 
+def test_a_loss_that_is_not_the_searchs_fault_does_not_count(queue: Queue, gone: Owner) -> None:
+    search = queue.submit("alice", FIRST)
+    for _ in range(2 * MOST_ATTEMPTS):
+        claimed(queue, gone)
+        assert queue.reclaim(counted=False) == 1
+    assert queue.search(search.id).attempts == 0
+
+
 def test_cancelling(queue: Queue, gone: Owner) -> None:
     queue.add_upload("bb", b"archive")
     queued, running = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
@@ -212,6 +221,28 @@ def test_a_search_is_its_users_alone(queue: Queue) -> None:
             call()
     assert queue.searches("bob") == ()
     assert queue.searches("alice") == (search,)
+
+
+def test_new_output_takes_the_place_of_the_old_output_of_its_slot(queue: Queue) -> None:
+    search, other = queue.submit("alice", FIRST), queue.submit("alice", SECOND)
+    for each in (search, other):
+        queue.tell(each, [(REPLACED, {"slot": slot, "text": "old"}) for slot in (0, 1)])
+    seen = queue.notices(search.id)[-1].id
+    queue.tell(search, [(REPLACED, {"slot": 1, "text": text}) for text in ("newer", "newest")])
+    assert [each.content["text"] for each in queue.notices(search.id)] == ["old", "newest"]
+    assert [each.content["text"] for each in queue.notices(search.id, after=seen)] == ["newest"]
+    assert [each.content["text"] for each in queue.notices(other.id)] == ["old", "old"]
+    assert NewOutput.__name__ == REPLACED
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [("größe", 1), ("TORCHRUN x", 0), ("torchrun", 2), ("%", 1), ("'a\"b", 2), ("zz", 0)],
+)
+def test_searches_are_found_by_a_part_of_the_script(queue: Queue, part: str, found: int) -> None:
+    queue.submit("alice", replace(FIRST, script=("größe%.py",), args=("zz",)))
+    queue.submit("alice", replace(FIRST, script=("torchrun", "x 'a\"b.py")))
+    assert [each.id for each in queue.searches("alice", script=part)] == ([found] if found else [])
 
 
 def test_notices_are_taken_up_after_an_id(queue: Queue) -> None:
@@ -243,11 +274,12 @@ def test_uploads_are_deleted_when_no_search_needs_them(queue: Queue) -> None:
     queue.finish(ended, None)
     now = datetime.now(UTC)
     assert queue.delete_uploads(queue.search(ended.id).ended or now) == 1, "nobody used cc"
-    assert not queue.has_upload("cc")
+    with pytest.raises(UsageError, match="no longer stored"):
+        queue.upload("cc")
     assert queue.delete_uploads(datetime.now(UTC)) == 1
     with pytest.raises(UsageError, match="no longer stored"):
         queue.upload("bb")
-    assert queue.has_upload("aa")
+    assert queue.upload("aa") == b"archive"
     queue.cancel(waits.id, "alice")
     queue.add_upload("aa", b"archive")
     assert queue.delete_uploads(queue.search(waits.id).ended or now) == 0, "it was sent again"

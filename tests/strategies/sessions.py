@@ -10,8 +10,7 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.worker import meter
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 
 

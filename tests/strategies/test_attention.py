@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts, get
+from autofit.strategies.attention.kernels import PREFIX, First
 from autofit.worker import meter
 from autofit.worker.harness.session import script_facts as learn
 from autofit.worker.harness.verification.plan_check import prove
@@ -93,7 +94,7 @@ def test_a_model_that_writes_it_out_is_switched(
 def test_it_is_proven_though_it_drops_otherwise(rooted: Rooted) -> None:
     module, kwargs = model("Bert", attention_probs_dropout_prob=0.5), batch("Bert")
     held = rooted(module)
-    held.learn(learn.describe(module, (), kwargs))
+    held.facts = learn.describe(module, (), kwargs)
     assert held.facts is not None
     assert held.facts.attention == "eager"
     assert held.facts.dropout
@@ -112,8 +113,8 @@ def test_what_torchs_kernels_would_pass_over_is_refused(rooted: Rooted) -> None:
 
 def test_the_kernel_is_preferred_and_looked_for(rooted: Rooted) -> None:
     order = torch._C._get_sdp_priority_order()
-    held = rooted(nn.Linear(2, 2), attention="cudnn")
-    assert torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value
+    held = rooted(nn.Linear(2, 2), attention="flash")
+    assert torch._C._get_sdp_priority_order()[0] == SDPBackend.FLASH_ATTENTION.value
     held.take_back()
     assert torch._C._get_sdp_priority_order() == order
     module, kwargs = model("Llama", "sdpa"), batch("Llama")
@@ -126,9 +127,8 @@ def test_the_kernel_is_preferred_and_looked_for(rooted: Rooted) -> None:
     assert torch._C._get_sdp_priority_order() == order
     with pytest.raises(Refused, match="none of torch's attention kernels"):
         rooted(nn.Linear(2, 2), attention="flash").call((torch.ones(1, 2),), {})
-    half = rooted(module, attention="cudnn", precision="bf16")
-    with pytest.raises(Refused, match="cuDNN does not support this model's attention"):
-        half.call((), kwargs)
+    with pytest.raises(Refused, match="flash does not support this model's attention: it runs eff"):
+        First(module)._judge({f"{PREFIX}efficient_attention": torch.bfloat16})
 
 
 def test_a_kernel_that_the_script_has_switched_off_stays_off(rooted: Rooted) -> None:
@@ -136,9 +136,6 @@ def test_a_kernel_that_the_script_has_switched_off_stays_off(rooted: Rooted) -> 
     try:
         with pytest.raises(Refused, match="switched this kernel off"):
             rooted(model("Llama", "sdpa"), attention="flash")
-        held = rooted(model("Llama", "sdpa"), attention="cudnn")
-        assert not cuda.flash_sdp_enabled()
-        held.take_back()
     finally:
         cuda.enable_flash_sdp(True)
 
@@ -156,7 +153,7 @@ def test_where_it_applies() -> None:
     assert "eager" in (attention.inapplicable("sdpa", facts("sdpa")) or "")
     assert attention.inapplicable("flash", facts("sdpa")) is None
     assert "is known to call" in (attention.inapplicable("flash", facts(None)) or "")
-    for level in ("sdpa", "flash", "cudnn"):
+    for level in ("sdpa", "flash"):
         reason = attention.inapplicable(level, facts("flash_attention_2")) or ""
         assert "flash_attention_2" in reason
 

@@ -21,12 +21,11 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, Fidelity, Hardware, RootFacts, compile, get
 from autofit.worker.harness.batch.layout import equal_cuts
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.torch_state.compile_state import CompileClock, is_compiled, uncompiled
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.launch.launcher import launch
-from autofit.worker.meter.toolchain import cannot_compile
+from autofit.worker.meter.nvml import cannot_compile
 from autofit.worker.records.trials import LaunchRequest, Measurement, Script, TrialReport, Verdict
 from tests.roots import Rooted
 from tests.strategies.models import Parts

@@ -297,7 +297,7 @@ def test_it_is_proven_like_any_other(root: Any) -> None:
     torch.manual_seed(0)
     module, kwargs = Net(), batch()
     held = root(module)
-    held.learn(learn.describe(module, (), kwargs))
+    held.facts = learn.describe(module, (), kwargs)
     facts = Facts(roots=(held.facts,))
     plan = Plan.of({"loss": "chunked"})
     prove(held, plan, (), kwargs, facts)
@@ -312,7 +312,7 @@ def test_it_is_proven_where_the_model_enters_autocast_by_itself(root: Any) -> No
     plain = module.forward
     module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(plain)  # type: ignore[method-assign]
     held = root(module)
-    held.learn(learn.describe(module, (), kwargs))
+    held.facts = learn.describe(module, (), kwargs)
     facts = Facts(roots=(held.facts,))  # as in a process whose first call it is
     prove(held, Plan.of({"loss": "chunked"}), (), kwargs, facts)
     assert held.proof.autocasts

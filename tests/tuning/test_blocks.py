@@ -138,13 +138,3 @@ def test_a_run_that_is_short_of_memory_checkpoints_more(
     assert "continuing under checkpointing" in ran.stderr
     assert "attempt" not in ran.stderr
     assert BLOCKS + int(plan["checkpointing"]) < calls_of(ran) <= 2 * BLOCKS
-
-
-def test_levels_of_an_earlier_version_still_run(
-    searched: tuple[Path, dict[str, str], int], command: Command
-) -> None:
-    folder, _, budget = searched
-    file = folder / "plan.toml"
-    file.write_text('[plan]\ncheckpointing = "half"\n')
-    ran = command("run", "train.py", "--plan", str(file), "--memory", str(2 * budget), cwd=folder)
-    assert calls_of(ran) == BLOCKS + BLOCKS // 2

@@ -232,20 +232,6 @@ for batch in DataLoader([sample() for _ in range(640)], batch_size=16):
     optimizer.step()
 """
 
-ZEROS = """\
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-torch.set_num_threads(1)
-model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-for step in range(60):
-    optimizer.zero_grad(set_to_none=False)
-    model(torch.randn(512, 512)).square().mean().backward()
-    optimizer.step()
-"""
-
 SLOW_DATA = """\
 import time
 
@@ -295,7 +281,6 @@ WORKS = [
     Work(picked=("checkpointing", "auto"), script=of_blocks(64, WAITING), share=0.8),
     Work(picked=("loss", "chunked"), script=VOCABULARY, share=0.7, beside=("checkpointing",)),
     Work(picked=("attention", "sdpa"), script=PAIRS, share=0.6, beside=("precision",)),
-    Work(picked=("zero_grad", "set_to_none"), script=ZEROS, share=0.9),
     Work(picked=("optimizer", "single"), script=of_parameters(FOREACH), share=0.85),
     Work(
         picked=("gradient_release", "released"),

@@ -240,6 +240,18 @@ def test_a_copy_that_somebody_deletes_is_written_again(
     assert [trial.user_attrs["autofit_trial"] for trial in mirrored()] == [t.id for t in done]
 
 
+def test_a_resumed_search_adds_only_what_its_copy_lacks(
+    store: Store, study: StudyRecord, finish: Finish, mirrored: Mirrored
+) -> None:
+    done = [finish(PLANS[0]), finish(PLANS[1], peak=1500)]
+    Dashboard(store, study, horizon=HORIZON)
+    before = [trial.datetime_complete for trial in mirrored()]
+    done.append(finish(PLANS[2]))
+    Dashboard(store, study, horizon=HORIZON)
+    assert [trial.user_attrs["autofit_trial"] for trial in mirrored()] == [t.id for t in done]
+    assert [trial.datetime_complete for trial in mirrored()][:2] == before
+
+
 def test_a_number_that_no_strategy_lists_is_copied(
     store: Store, study: StudyRecord, finish: Finish, mirrored: Mirrored
 ) -> None:

@@ -29,7 +29,7 @@ from autofit.cli import main
 from autofit.tuning import local_slots
 from autofit.worker.launch import capacity
 
-local_slots.PREPARED_ON, capacity.CORES = frozenset({"cpu"}), 1
+local_slots.NOT_PREPARED_ON, capacity.CORES = frozenset(), 1
 sys.exit(main(["search", "train.py", "--trials", "4"]))
 """
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from autofit.exceptions import UsageError
 from autofit.facts import Hardware
-from autofit.worker import meter
 from autofit.worker.cluster.archive import identity
 from autofit.worker.cluster.versions import of_node
 from autofit.worker.launch import other_uid
@@ -25,13 +24,13 @@ from autofit.worker.launch.first import take
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import HARNESS, Control, launch
 from autofit.worker.launch.reaper import SESSION, Reaper
-from autofit.worker.meter import VISIBLE, Card
+from autofit.worker.meter import VISIBLE, Card, kind
 from autofit.worker.records.trials import Answer, LaunchEvent, LaunchRequest, Script
 
 GOODBYE = 15.0
 """Seconds that a running launch has to end after ``stop``."""
 _PAUSE = 1.0
-_OF_RAY = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", VISIBLE)
+_OF_RAY = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", *VISIBLE)
 """Prefixes of the variables that Ray sets in its workers."""
 
 
@@ -86,14 +85,15 @@ class Slot:
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
+        self._kind = kind(setting.device)
         self._environment = dict(setting.environment)
         self._scratch = setting.scratch
         if not setting.here:
             self._environment = _remote_environment(setting)
         if setting.served:
             self._environment = other_uid.allowed(self._environment)
-        if setting.device == "cuda" and (given := _given_gpus()):
-            self._environment[VISIBLE] = given
+        if given := _given_gpus():
+            self._environment |= self._kind.shown(given)
         if setting.beside > 1:
             self._environment.setdefault("OMP_NUM_THREADS", share(setting.beside))
         if setting.scratch is None:
@@ -123,7 +123,7 @@ class Slot:
 
     def ready(self) -> str:
         """Return the slot's name with the cards that Ray assigned; empty if there are none."""
-        cards = self._environment.get(VISIBLE, "") if _given_gpus() else ""
+        cards = ",".join(_given_gpus()) if not self._kind.on_host else ""
         return f"{platform.node()} GPU {cards}" if cards else ""
 
     def look(self, folder: str) -> Found:
@@ -134,13 +134,11 @@ class Slot:
         """
         import ray
 
-        cards: tuple[Card, ...] = ()
-        if self._setting.device == "cuda":
-            cards = meter.measured_cards(self._environment)
+        if cards := self._kind.measured_cards(self._environment):
             hardware, free = cards[0].hardware, min(card.free for card in cards)
         else:
-            meter.require_cap("cpu")
-            hardware, free = meter.hardware("cpu"), meter.free_bytes("cpu")
+            self._kind.require_cap()
+            hardware, free = self._kind.hardware(0), self._kind.free_bytes(0)
         return Found(
             node=ray.get_runtime_context().get_node_id(),
             host=platform.node(),
@@ -158,8 +156,8 @@ class Slot:
         """
         self._idle.clear()
         environment = self._environment
-        if self._setting.device == "cuda" and request.processes == 1:
-            environment = with_one_gpu(environment)
+        if request.processes == 1:
+            environment = with_one_device(environment, self._setting.device)
         try:
             if self._setting.folder is not None:
                 script = in_copied_folder(request.script, self._setting.folder, os.getcwd())
@@ -203,13 +201,14 @@ class Slot:
         self._idle.wait(GOODBYE)
 
 
-def with_one_gpu(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` with the first of its visible GPUs only, for a single process.
+def with_one_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
+    """Return ``environment`` with the first of its visible devices only, for a single process.
 
     A script that sees more of them may use them all, which would be another training.
     """
-    cards = environment.get(VISIBLE, "").split(",")
-    return {**environment, VISIBLE: cards[0]} if len(cards) > 1 else dict(environment)
+    of_device = kind(device)
+    cards = environment.get(of_device.visible, "").split(",")
+    return {**environment, **(of_device.shown(cards[:1]) if len(cards) > 1 else {})}
 
 
 def share(slots: int) -> str:
@@ -256,15 +255,15 @@ def _remote_environment(setting: Setting) -> dict[str, str]:
         entries = own.get("PYTHONPATH", "").split(os.pathsep)
         own["PYTHONPATH"] = os.pathsep.join(e for e in entries if e and e != os.getcwd())
     users = setting.environment.items()
-    return {**{n: text for n, text in users if not n.startswith(("RAY_", VISIBLE))}, **own}
+    return {**{n: text for n, text in users if not n.startswith(("RAY_", *VISIBLE))}, **own}
 
 
-def _given_gpus() -> str:
-    """Return the GPUs that Ray assigned to this actor, as a value of ``CUDA_VISIBLE_DEVICES``.
+def _given_gpus() -> list[str]:
+    """Return the GPUs that Ray assigned to this actor, as entries of ``DeviceKind.visible``.
 
     It is empty with a Ray that autofit started. See ``RuntimeContext.get_accelerator_ids`` of Ray.
     """
     import ray
 
     ids: list[str] = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return ",".join(ids)
+    return ids

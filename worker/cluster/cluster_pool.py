@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
 from autofit.worker.cluster import archive
 from autofit.worker.cluster.actor import Found, Setting, in_copied_folder
 from autofit.worker.cluster.local_ray import RaySession
@@ -56,8 +57,8 @@ class ClusterPool(Pool):
         """URIs of the uploads in the cluster's store: ``"code"`` and ``"folder"``."""
 
     def settle(self, device: str, gpus: int) -> None:
-        """Set the device of all slots: ``"cpu"``, or ``"cuda"`` with ``gpus`` GPUs each."""
-        self._device, self._gpus = device, gpus if device == "cuda" else 0
+        """Set the kind of device of all slots, with ``gpus`` each if it has memory of its own."""
+        self._device, self._gpus = device, 0 if device == HOST else gpus
 
     def add(self, node: Node, count: int) -> None:
         """Start ``count`` slots on a machine; ``arrivals`` returns them once they are ready."""

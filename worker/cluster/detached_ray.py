@@ -36,8 +36,11 @@ from autofit.worker.launch import reaper
 
 _CORE = ("raylet", "gcs_server")
 """Names of the two processes that make a Ray of one machine."""
-_ASKED = 2
-"""How often Ray is asked before it counts as hung: a new one would end all running searches."""
+_ASKED = 5
+"""How often Ray is asked before it counts as hung: a new one would end all running searches.
+
+On a busy machine, it may need more than the seconds of one question.
+"""
 _GOODBYE = 15.0
 """Seconds that the service has to end after SIGTERM."""
 _KILL = 30.0

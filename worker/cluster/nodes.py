@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
+from autofit.worker.meter import ON_RAY
+from autofit.worker.meter.nvml import Load, loads
 
 MODEL = "accelerator_type:"
 """Prefix of the resource by which Ray names a node's GPU model."""
@@ -27,6 +30,8 @@ class Node:
     """Ray's name of the GPUs, such as ``"H100"``; empty if Ray does not know it."""
     here: bool
     """Whether this process runs on it."""
+    loads: tuple[Load, ...] = ()
+    """Of its GPUs, as ``Loads`` has read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class Places:
     """Where trials may run."""
 
     device: str
-    """``"cpu"`` or ``"cuda"``."""
+    """The kind of device."""
     model: str
     """Ray's name of the GPUs."""
     slots: Mapping[str, int]
@@ -80,6 +85,51 @@ def _node(found: Mapping[str, Any], here: bool) -> Node:
     )
 
 
+class Loads:
+    """Reads how much the GPUs of a cluster are used, with an actor on each machine that has some.
+
+    An actor needs no device, and ends with this process.
+    """
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+
+    def read(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return the nodes with the loads of those that answer within a second."""
+        import ray
+
+        found = {each.id: each for each in nodes}
+        kept = {node: actor for node, actor in self._actors.items() if node in found}
+        new = {node: _reader(node) for node in found.keys() - kept if found[node].gpus}
+        self._actors = kept | new
+        asked = {actor.read.remote(): node for node, actor in self._actors.items()}
+        answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=1.0) if asked else ([], [])
+        for each in answered:
+            node = asked[each]
+            try:
+                found[node] = replace(found[node], loads=ray.get(each))
+            except ray.exceptions.RayError:  # the machine has gone, or its Ray was started again
+                del self._actors[node]
+        return [*found.values()]
+
+
+class _Reader:
+    """The actor of ``Loads``."""
+
+    def read(self) -> tuple[Load, ...]:
+        """Return the loads of this machine's GPUs."""
+        return loads()
+
+
+def _reader(node: str) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    return remote(num_cpus=0, scheduling_strategy=place)(_Reader).remote()
+
+
 def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
     """Return where trials of ``each`` GPUs may run: on GPUs of one model, ``gpus`` at most.
 
@@ -107,7 +157,7 @@ def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
             f"--gpus {gpus} --gpus-per-trial {each}: a trial runs on one host;"
             f" the hosts can run {sum(slots.values())} at a time"
         )
-    return Places(device="cuda", model=model, slots=slots, lines=tuple(lines))
+    return Places(device=ON_RAY, model=model, slots=slots, lines=tuple(lines))
 
 
 def more(places: Places, new: Collection[Node], each: int, left: int | None) -> dict[str, int]:
@@ -115,7 +165,7 @@ def more(places: Places, new: Collection[Node], each: int, left: int | None) -> 
 
     ``places``: the nodes in use; ``left``: how many trials may be added, ``None`` for any number.
     """
-    if places.device == "cpu":
+    if places.device == HOST:
         return {node.id: 1 for node in new if node.cpus}
     return spread(_capacities(new, places.model, each), left)
 
@@ -139,7 +189,7 @@ def _on_cpus(nodes: Iterable[Node], gpus: int | None) -> Places:
         raise UsageError("Ray has no CPU on any node of the cluster: start a node with --num-cpus")
     if gpus is not None:
         raise UsageError(f"--gpus {gpus}: the cluster has no GPU; leave it out to use its CPUs")
-    return Places(device="cpu", model="", slots=slots, lines=())
+    return Places(device=HOST, model="", slots=slots, lines=())
 
 
 def _capacities(nodes: Iterable[Node], model: str, each: int) -> dict[str, int]:

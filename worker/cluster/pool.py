@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from autofit.exceptions import WorkerError
-from autofit.worker.cluster.actor import GOODBYE, Setting, Slot, share, with_one_gpu
+from autofit.facts import HOST
+from autofit.worker.cluster.actor import GOODBYE, Setting, Slot, share, with_one_device
 from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.launch.first import First
 from autofit.worker.launch.guard import Guard
 from autofit.worker.launch.launcher import HARNESS, start
-from autofit.worker.meter import VISIBLE, measured_cards
+from autofit.worker.meter import kind
 from autofit.worker.records.trials import Answer, LaunchEnded, LaunchEvent, LaunchRequest
 
 Happening = tuple[int, LaunchEvent | WorkerError]
@@ -34,8 +35,8 @@ ENDED = "Ray has ended on this machine. Finished trials are stored: run the same
 class Pool:
     """Runs launches on ``slots`` slots of this machine; a context manager.
 
-    ``device``: ``"cpu"``, or ``"cuda"`` for ``gpus`` GPUs for each slot. ``cards`` names the GPUs
-    as ``CUDA_VISIBLE_DEVICES`` does; by default the first ones. The pool starts Ray on loopback.
+    ``device``: the kind of device. If it has memory of its own, each slot has ``gpus`` of them.
+    ``cards``: their ``Card.entry``, by default the first ones. The pool starts Ray on loopback.
     Ray is ended on exit, and also if this process is killed. If the program has started Ray itself,
     the pool uses that, with the GPUs that Ray assigns.
     ``prepares``: keep a second actor for each slot, in which ``prepare`` starts processes.
@@ -45,7 +46,7 @@ class Pool:
     def __init__(
         self,
         slots: int = 1,
-        device: str = "cpu",
+        device: str = HOST,
         *,
         gpus: int = 1,
         cards: Sequence[str] = (),
@@ -56,7 +57,8 @@ class Pool:
         self.labels: dict[int, str] = dict.fromkeys(self.slots, "")
         """Name of each slot's devices for messages; empty if there is only one choice."""
         self._device = device
-        self._gpus = gpus if device == "cuda" else 0
+        self._kind = kind(device)
+        self._gpus = gpus if not self._kind.on_host else 0
         self._harness = harness
         self._environment = dict(os.environ)  # the user's own, before Ray changes it
         self._cards = list(cards)
@@ -95,7 +97,7 @@ class Pool:
         started = start(
             replace(request, prepared=True),
             harness=self._harness,
-            environment=with_one_gpu(self._environment_of(0)),
+            environment=with_one_device(self._environment_of(0), self._device),
             scratch=str(self._ray.folder),
             session=self._ray.session,
         )
@@ -177,7 +179,7 @@ class Pool:
         for table in (self._groups, self._streams, self._spares, self._prepared):
             table.clear()
         self._prepares, self.slots, self.labels = False, range(1), {0: ""}
-        self._gpus = gpus if self._device == "cuda" else 0
+        self._gpus = gpus if not self._kind.on_host else 0
         self._open()
 
     def submit(self, slot: int, request: LaunchRequest) -> None:
@@ -290,14 +292,15 @@ class Pool:
         if not self._gpus:
             return
         need = len(self.slots) * self._gpus
-        self._cards = self._cards or [card.entry for card in measured_cards(self._environment)]
+        visible = self._kind.measured_cards(self._environment)
+        self._cards = self._cards or [card.entry for card in visible]
         if len(self._cards) < need:
             raise WorkerError(f"{need} GPUs are needed, {len(self._cards)} are visible here")
-        self.labels = {slot: f"GPU {self._own(slot)}" for slot in self.slots}
+        self.labels = {slot: f"GPU {','.join(self._own(slot))}" for slot in self.slots}
 
-    def _own(self, slot: int) -> str:
-        """Return the cards of a slot, as a value of ``CUDA_VISIBLE_DEVICES``."""
-        return ",".join(self._cards[slot * self._gpus : (slot + 1) * self._gpus])
+    def _own(self, slot: int) -> list[str]:
+        """Return the entries of the cards of a slot."""
+        return self._cards[slot * self._gpus : (slot + 1) * self._gpus]
 
     def _threads(self) -> dict[str, str]:
         """Return the variable that gives each slot its share of the cores; a default only.
@@ -326,7 +329,7 @@ class Pool:
     def _environment_of(self, slot: int) -> dict[str, str]:
         if not (self._gpus and self._ray.ours):
             return self._environment
-        return {**self._threads(), **self._environment, VISIBLE: self._own(slot)}
+        return {**self._threads(), **self._environment, **self._kind.shown(self._own(slot))}
 
     def _within(self, group: Any, bundle: int = -1) -> dict[str, Any]:
         """Return the options that put an actor into a placement group; -1 is any bundle of it."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
+from autofit.facts import HOST
 from autofit.worker import meter
 from autofit.worker.cluster import archive
 from autofit.worker.cluster.actor import Found, Setting, Slot, in_copied_folder
@@ -19,7 +20,6 @@ from autofit.worker.cluster.pool import first_line
 from autofit.worker.cluster.remote_rank import RemoteHost, in_bundle
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.tasks import Hosts
-from autofit.worker.meter import VISIBLE
 from autofit.worker.records.trials import Script
 
 READY = 60.0
@@ -76,7 +76,7 @@ def check(nodes: Collection[Node], own: Node, device: str, count: int) -> None:
 
     ``own``: the host of rank 0. All ranks run on GPUs of its model, or on CPUs.
     """
-    if device == "cuda":
+    if device != HOST:
         have = sum(node.gpus for node in nodes if node.model == own.model)
         what = f"x {own.model or 'GPU'}"
         first = own.gpus
@@ -98,8 +98,9 @@ def _group(own: Node, device: str, count: int) -> Any:
     """Ask Ray for a placement group with a bundle for each rank, the first on this host."""
     from ray.util import placement_group
 
-    bundle: dict[str, float] = {"GPU" if device == "cuda" else "CPU": 1}
-    if device == "cuda" and own.model:
+    on_gpus = device != HOST
+    bundle: dict[str, float] = {"GPU" if on_gpus else "CPU": 1}
+    if on_gpus and own.model:
         bundle[f"{MODEL}{own.model}"] = 0.001
     return placement_group(
         [dict(bundle) for _ in range(count)],
@@ -133,6 +134,7 @@ class _Placing:
         self._bundles = bundles
         self._own = own
         self._device = device
+        self._on_gpus = device != HOST
         self._user = user
         self._code = ""
         """URI of autofit's own code, once it is sent."""
@@ -160,15 +162,15 @@ class _Placing:
         ]
         cards = [card.entry for n in here if n in found for card in found[n].cards]
         free = [each.free for each in found.values()]
-        if self._device == "cpu":
-            free.append(meter.free_bytes("cpu"))
+        if not self._on_gpus:
+            free.append(meter.free_bytes(self._device))
         return Placed(
             hosts=Hosts(
                 address=self._own.address,
                 ranks=(*[None] * len(here), *ranks),
                 free=min(free),
             ),
-            environment={VISIBLE: ",".join(cards)} if cards else {},
+            environment=meter.kind(self._device).shown(cards) if cards else {},
         )
 
     def _look(self, folder: str) -> dict[int, Found]:
@@ -178,7 +180,7 @@ class _Placing:
         actors = {
             number: self._start(number, node)
             for number, node in self._bundles
-            if self._device == "cuda" or node.id != self._own.id
+            if self._on_gpus or node.id != self._own.id
         }
         answers = {number: actor.look.remote(folder) for number, actor in actors.items()}
         try:
@@ -214,7 +216,7 @@ class _Placing:
 
     def _check(self, node: Node, found: Found, say: Say) -> None:
         own = of_node()
-        if reasons := obstacles(found.versions, own, builds=self._device == "cuda"):
+        if reasons := obstacles(found.versions, own, builds=self._on_gpus):
             raise UsageError(f"{node.host} cannot run this training: {', '.join(reasons)}")
         for remark in remarks(found.versions, own):
             say(f"{node.host}: {remark}")

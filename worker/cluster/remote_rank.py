@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autofit.exceptions import WorkerError
+from autofit.facts import HOST
 from autofit.worker import meter
 from autofit.worker.cluster.actor import Setting
 from autofit.worker.cluster.pool import first_line
@@ -38,7 +39,7 @@ BROKEN = 8.0
 Ray itself needs 15 seconds to say that a host is gone.
 """
 _PAUSE = 0.2
-_OF_HOST = (SESSION, VISIBLE)
+_OF_HOST = (SESSION, *VISIBLE)
 """Variables that the rank's host sets itself."""
 
 
@@ -222,5 +223,5 @@ def in_bundle(group: Any, bundle: int, device: str) -> dict[str, Any]:
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=bundle
     )
-    gpus = int(device == "cuda")
+    gpus = int(device != HOST)
     return {"num_cpus": 1 - gpus, "num_gpus": gpus, "scheduling_strategy": strategy}

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autofit.exceptions import UsageError
+from autofit.facts import HOST
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.actor import share, without_ray
 from autofit.worker.cluster.nodes import Places
+from autofit.worker.meter import ON_RAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Reservation:
     def places(self) -> Places:
         """Return where the trials of the search run."""
         counts = {node: len(numbers) for node, numbers in self.bundles().items()}
-        device = "cuda" if self.each else "cpu"
+        device = ON_RAY if self.each else HOST
         return Places(device=device, model=self.model, slots=counts)
 
 
@@ -75,7 +77,7 @@ def reserve(
     alive = nodes.look().values()
     places = nodes.choose(alive, None if not any(n.gpus for n in alive) else gpus or each, each)
     environment = without_ray(environment)
-    if places.device == "cpu":
+    if places.device == HOST:
         threads = share(max(node.cpus for node in alive))
         environment = {**environment, "OMP_NUM_THREADS": threads}
         group = placement_group([{"CPU": 1}])

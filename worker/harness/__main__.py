@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -41,6 +42,8 @@ def main() -> None:
         lifeline.die_with_parent()
     else:
         lifeline.watch(lifeline_fd, reporter.answered)
+        if isinstance(sys.stdout, TextIOWrapper):  # as in a terminal: somebody may look at it
+            sys.stdout.reconfigure(line_buffering=True)
     gauge = meter.for_device(spec.request.device)
     meter.forget()
     leaving = Leaving()

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from math import inf
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +25,13 @@ from autofit.exceptions import WorkerError
 from autofit.worker.launch import other_uid
 from autofit.worker.launch.reaper import Process, kill_until_gone, processes, with_descendants
 from autofit.worker.records.trials import (
+    MOST_PRINTED,
     Agreed,
     Answer,
     ChildSpec,
     Event,
     LaunchRequest,
+    Printed,
 )
 
 EVENTS_FD = "AUTOFIT_EVENTS_FD"
@@ -49,6 +53,8 @@ EXIT_SECONDS = 3.0
 """Seconds a child has to flush its output and exit after its last event."""
 _KILL_SECONDS = 10.0
 """Seconds to wait for killed processes to disappear. Only a driver call can delay one longer."""
+TOLD_WITHIN = 1.0
+"""Seconds within which the output of rank 0 is told."""
 
 
 class Tail:
@@ -224,8 +230,10 @@ class Child:
             self.held.output.fileno(),
             self.held.pidfd,
         ]
+        due = inf  # when there is output to tell
         while self.held.pidfd in sources:
-            for source in wait(sources):
+            timeout = None if due == inf else max(0.0, due - time.monotonic())
+            for source in wait(sources, timeout):
                 if source is self.held.events:
                     event = self._receive()
                     if event is None:
@@ -236,6 +244,11 @@ class Child:
                     sources.remove(self.held.pidfd)
                 elif not self._read_output():
                     sources.remove(self.held.output.fileno())
+                elif self.rank == 0:
+                    due = min(due, time.monotonic() + TOLD_WITHIN)
+            if due <= time.monotonic():
+                due = inf
+                yield Printed(text=str(self.tail)[-MOST_PRINTED:])
         self._end_tree()  # descendants may hold the pipes open, and reading would not end
         while self.held.events in sources and self.held.events.poll():
             event = self._receive()

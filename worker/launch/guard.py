@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autofit.exceptions import WorkerError
 from autofit.units import format_size
-from autofit.worker.meter import Card, measured_cards
+from autofit.worker.meter import Card, kind
 
 BACK_SECONDS = 15.0
 """Seconds within which the driver frees the memory of a killed process."""
@@ -39,7 +39,7 @@ class Guard:
     @classmethod
     def of(cls, device: str, environment: Mapping[str, str]) -> Guard:
         """Return a guard of the cards that are visible to a process with ``environment``."""
-        return cls((lambda: measured_cards(environment)) if device == "cuda" else tuple)
+        return cls(lambda: kind(device).measured_cards(environment))
 
     def taken(
         self, available: int, budget: int, beside: Collection[int] = (), index: int = 0

@@ -51,6 +51,7 @@ from autofit.worker.records.trials import (
     Paused,
     PlanEnded,
     PlanStarted,
+    Printed,
     Proven,
     Raised,
     Shortage,
@@ -451,6 +452,7 @@ class _TrialReporter:
                 | Traced()
                 | Uncontained()
                 | Entered()
+                | Printed()
                 | Asking()
             ):
                 yield event
@@ -563,9 +565,9 @@ class _TrialReporter:
             out_of_memory=self._shortage,
             traceback=traceback,
             startup_seconds=self._startup,
-            seconds_by_phase=without(self._up_to_now(), self._of_trials),
+            seconds_by_phase=without(
+                # Seconds that the process has not reported count as ``other``.
+                filled(self.seconds_by_phase, time.monotonic() - self.start),
+                self._of_trials,
+            ),
         )
-
-    def _up_to_now(self) -> Seconds:
-        """Return the process's seconds; those that it has not reported count as ``other``."""
-        return filled(self.seconds_by_phase, time.monotonic() - self.start)

@@ -119,15 +119,11 @@ def kill_until_gone(
         if not alive or time.monotonic() > deadline:
             return alive
         for pid in alive:
-            _kill(pid)
+            # The process may have ended, and another user's process may have its id.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
-
-
-def _kill(pid: int) -> None:
-    # The process may have ended, and another user's process may have its id.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
 
 
 class Reaper:

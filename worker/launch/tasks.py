@@ -117,11 +117,12 @@ def _replicas(spec: ChildSpec, variables: Mapping[str, str], hosts: Hosts | None
     meeting = Meeting(address=address, port=free_port(), seed=seed)
     common = {THREADS: "1", HASH_SEED: str(seed), **variables}
     shown = [common] * count
-    if spec.request.device == "cuda":
-        cards = meter.measured_cards(variables)
+    of_device = meter.kind(spec.request.device)
+    if not of_device.on_host:
+        cards = of_device.measured_cards(variables)
         if len(cards) < here:
             raise UsageError(f"{here} ranks need as many GPUs, and {len(cards)} are visible here")
-        shown[:here] = [{**common, meter.VISIBLE: card.entry} for card in cards[:here]]
+        shown[:here] = [{**common, **of_device.shown([card.entry])} for card in cards[:here]]
     return [
         RankTask(
             spec=replace(spec, rank=rank, meeting=meeting, scratch=_folder(spec.scratch, rank)),

@@ -1,9 +1,13 @@
-"""The interface of every meter: the memory of one process on one device. Imports no torch."""
+"""What every kind of device and every meter offers. Imports no torch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from autofit.facts import HOST, Hardware
 
 CAP = "AUTOFIT_METER_CAP"
 """Environment variable with the child's cap in bytes; ``for_device`` reads it."""
@@ -41,7 +45,7 @@ class Meter(Protocol):
 
     @property
     def device(self) -> str:
-        """``"cpu"`` or ``"cuda"``."""
+        """``DeviceKind.name``."""
 
     @property
     def capacity(self) -> int | None:
@@ -95,3 +99,96 @@ class Meter(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work that was queued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process with memory on a card."""
+
+    pid: int
+    """The driver's number of the process; inside a container it may have another."""
+    name: str
+    """Name of its program; empty if unknown."""
+    size: int | None
+    """Bytes that it holds; ``None`` if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The state of a GPU, or of a MIG instance, at one moment."""
+
+    entry: str
+    """The value of ``DeviceKind.visible`` that shows a process this card alone."""
+    uuid: str
+    hardware: Hardware
+    free: int
+    """Free bytes."""
+    held: int
+    """Bytes that processes hold, including those that the driver does not name."""
+    holders: tuple[Holder, ...]
+    """The processes that the driver names; in a container there may be none."""
+    mig: bool = False
+    measured: bool = True
+    """``False`` if the free memory is unknown; ``free`` is then the size of the card."""
+
+    @property
+    def label(self) -> str:
+        """Name of the card in messages."""
+        return f"GPU {self.entry}"
+
+
+class DeviceKind(ABC):
+    """What autofit has to know of one kind of device. Imports no torch.
+
+    A module in ``kinds`` holds all of it, and sets ``KIND``: nothing else has to be changed for a
+    new kind. What torch knows of every accelerator is read in ``accelerator.py``.
+    """
+
+    name: str
+    """torch's name of the type, such as ``"cuda"``."""
+    visible: str = ""
+    """The environment variable that tells which devices a process may use, separated by commas."""
+    backend: str = "gloo"
+    """The backend of ``torch.distributed`` with which its tensors are communicated."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is the CPU, whose memory is the host's."""
+        return self.name == HOST
+
+    def cards(self) -> tuple[Card, ...]:
+        """Return the present state of the devices that are visible to this process."""
+        return ()
+
+    def measured_cards(self, variables: Mapping[str, str]) -> tuple[Card, ...]:
+        """Return the devices that are visible to a process with these environment variables.
+
+        Their memory is measured. Raises ``WorkerError`` if the driver does not answer.
+        """
+        return ()
+
+    def shown(self, entries: Sequence[str]) -> dict[str, str]:
+        """Return the variable that shows a process only the cards with these entries."""
+        return {self.visible: ",".join(entries)} if self.visible else {}
+
+    @abstractmethod
+    def hardware(self, index: int) -> Hardware:
+        """Return name and size of a device; raise ``WorkerError`` if it does not exist."""
+
+    @abstractmethod
+    def free_bytes(self, index: int) -> int:
+        """Return the free bytes of a device; raise ``WorkerError`` if it does not exist."""
+
+    def require_cap(self) -> None:  # noqa: B027 - most kinds can always cap
+        """Raise ``UsageError`` if the memory of a process cannot be capped."""
+
+    def environment(self, cap: int | None, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that ``meter`` needs in the child, added to those in ``base``.
+
+        ``cap``: the bytes that the child may occupy. Raises ``UsageError`` if that is impossible.
+        """
+        return {}
+
+    @abstractmethod
+    def meter(self, cap: int | None) -> Meter:
+        """Return the meter of this process, in the child; ``cap``: the bytes it may occupy."""

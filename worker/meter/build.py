@@ -31,7 +31,7 @@ def shim() -> Path | None:
     if sys.platform != "linux" or compiler is None:
         return None
     name = f"shim-{_digest(compiler)}.so"
-    for directory in (_user_cache(), _private_temporary()):
+    for directory in (_user_cache(), Path(tempfile.gettempdir(), f"autofit-{os.getuid()}")):
         if built := _build(compiler, directory, name):
             return built
     return None
@@ -55,10 +55,6 @@ def _digest(compiler: str) -> str:
 def _user_cache() -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "autofit"
-
-
-def _private_temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"autofit-{os.getuid()}"
 
 
 def _build(compiler: str, directory: Path, name: str) -> Path | None:

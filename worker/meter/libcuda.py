@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 
 from autofit.facts import Hardware
-from autofit.worker.meter.nvml import Card
+from autofit.worker.meter.base import Card
 
 _CAPABILITY = (75, 76)
 """``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`` and ``_MINOR``."""

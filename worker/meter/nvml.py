@@ -7,16 +7,20 @@ If a GPU is divided into MIG instances, each instance is a card.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import util
 from pathlib import PurePath
 from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
-from autofit.worker.meter.toolchain import cannot_compile
+from autofit.worker.meter.base import Card, Holder
+from autofit.worker.meter.build import COMPILERS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRIVER_BYTES = 8 << 20
@@ -28,39 +32,17 @@ ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A process with memory on a card."""
+class Load:
+    """How much a card is used at one moment."""
 
-    pid: int
-    """The driver's number of the process; inside a container it may have another."""
-    name: str
-    """Name of its program; empty if unknown."""
-    size: int | None
-    """Bytes that it holds; ``None`` if unknown."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """The state of a GPU, or of a MIG instance, at one moment."""
-
-    entry: str
-    """The value of ``CUDA_VISIBLE_DEVICES`` that shows a process this card alone."""
-    uuid: str
-    hardware: Hardware
-    free: int
-    """Free bytes."""
+    card: str
+    """``Card.label``."""
+    total: int
+    """Bytes of the card."""
     held: int
-    """Bytes that processes hold, including those that the driver does not name."""
-    holders: tuple[Holder, ...]
-    """The processes that the driver names; in a container there may be none."""
-    mig: bool = False
-    measured: bool = True
-    """``False`` if the free memory is unknown; ``free`` is then the size of the card."""
-
-    @property
-    def label(self) -> str:
-        """Name of the card in messages."""
-        return f"GPU {self.entry}"
+    """Bytes that processes hold."""
+    busy: int | None
+    """Percent of the last moments in which a kernel ran; ``None`` for a MIG instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +108,6 @@ def driver_version() -> str:
         return str(nvml.nvmlSystemGetDriverVersion())
 
 
-def count() -> int:
-    """Return how many cards this process may use; 0 if the driver does not answer."""
-    try:
-        with _driver() as nvml:
-            return len(_handles(nvml))
-    except WorkerError:
-        return 0
-
-
 def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
     """Return the cards that CUDA shows a process with ``environment`` (default: this process).
 
@@ -146,6 +119,24 @@ def cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
             _card(nvml, entry, handle, _link(nvml, handle, [other for _, other in handles]))
             for entry, handle in handles
         )
+
+
+def loads() -> tuple[Load, ...]:
+    """Return the load of each card of this machine; none if the driver does not answer."""
+    try:
+        with _driver() as nvml:
+            return tuple(_load(nvml, entry, handle) for entry, handle in _handles(nvml, {}))
+    except WorkerError:
+        return ()
+
+
+def _load(nvml: Any, entry: str, handle: Any) -> Load:
+    total, _, held = _memory(nvml, handle)
+    try:
+        busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except nvml.NVMLError:
+        busy = None
+    return Load(card=f"GPU {entry}", total=total, held=held, busy=busy)
 
 
 def handle_of(uuid: str) -> Any | None:
@@ -312,3 +303,14 @@ def _program(nvml: Any, pid: int) -> str:
         return ""
     text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
     return PurePath(text.split(" ", 1)[0]).name
+
+
+def cannot_compile() -> str | None:
+    """Return why ``torch.compile`` cannot work for a GPU; ``None`` if nothing is missing."""
+    if sys.platform == "win32":
+        return "Triton has no release for Windows"
+    if util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not any(shutil.which(name) for name in (os.environ.get("CC") or "cc", *COMPILERS)):
+        return "Triton needs a C compiler, and there is none on the PATH"
+    return None

@@ -175,7 +175,7 @@ __attribute__((constructor)) static void load(void)
     errno = before;
 }
 
-/* --- what autofit/worker/meter/cpu.py reads, all in bytes or counts ------------------------ */
+/* --- what autofit/worker/meter/kinds/cpu.py reads, all in bytes or counts ------------------------ */
 
 EXPORT uint64_t autofit_shim_allocated(void) { return atomic_load(&live); }
 EXPORT uint64_t autofit_shim_peak(void) { return atomic_load(&peak); }

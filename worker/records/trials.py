@@ -482,6 +482,18 @@ class Entered:
     phase: str
 
 
+MOST_PRINTED = 8000
+"""Characters of a script's output that are told at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """The script has written to standard output or error."""
+
+    text: str
+    """The end of what it has written since its start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressed:
     """The allocator emptied its cache in consecutive steps; the harness makes the chunks smaller.
@@ -567,6 +579,7 @@ Event = (
     | Ran
     | Uncontained
     | Entered
+    | Printed
     | Inspected
     | Learned
     | Proven
@@ -583,7 +596,7 @@ Event = (
     | Raised
     | Finished
 )
-"""Everything that the child sends."""
+"""Everything that the child sends; its parent adds ``Printed``."""
 
 
 # --- a launch ---------------------------------------------------------------------------------
@@ -615,7 +628,7 @@ class LaunchRequest:
     plans: tuple[Plan, ...]
     """Each follows the one before it (``Plan.follows``); so do the plans of later answers."""
     device: str
-    """``"cpu"`` or ``"cuda"``."""
+    """The kind of device: ``"cpu"`` or ``"cuda"``."""
     budget: int
     """Bytes that each process may occupy on its device."""
     timeout: float
@@ -751,6 +764,7 @@ class LaunchEnded:
 LaunchEvent = (
     Uncontained
     | Entered
+    | Printed
     | Inspected
     | Learned
     | Proven

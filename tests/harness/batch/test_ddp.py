@@ -43,12 +43,12 @@ REST = [
 HUNGRY = ["hungry_forward", "hungry_backward"]
 REFUSED = {
     "static_graph": "static_graph",
-    "wrapped_inside": "inside the model called",
+    "wrapped_inside": "inside the called model",
     "gathering": "communicates with other ranks",
 }
 REFUSED_SLOWLY = {
     "sharded": "not split under FSDP",
-    "compiled_around": "inside the model called",
+    "compiled_around": "inside the called model",
 }
 TIERS = {
     "quick": (*QUICK, *HUNGRY, *REFUSED),

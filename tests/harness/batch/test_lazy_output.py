@@ -371,7 +371,7 @@ def test_a_gradient_that_will_not_come_is_refused(split: Any, ask: Callable[...,
     made, x = split(3), samples()
     output = made.waiting(x)
     functional.mse_loss(output, ODDS)
-    with pytest.raises(Refused, match="after it has made the loss"):
+    with pytest.raises(Refused, match="after computing the loss"):
         ask(output)
 
 

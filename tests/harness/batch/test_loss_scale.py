@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autofit.plan import Plan
-from autofit.worker.harness.batch.loss_scale import LossScale
+from autofit.worker.harness.batch.call_state import LossScale
 from autofit.worker.harness.torch_state.rng import Ambient
 from tests.harness.real_runs import running
 from tests.roots import Notes

@@ -80,15 +80,7 @@ def session() -> Iterator[Searching]:
 def waiting(session: Searching, *args: Any) -> Iterator[Prober]:
     """Let the script wait in a call of its only model, as a trial does."""
     (root,) = session.roots
-    prober = Prober(
-        root,
-        args,
-        {},
-        seams=session.seams,
-        optimizers=session.optimizers,
-        meter=session.meter,
-        facts=session.facts,
-    )
+    prober = Prober(session, root, args, {})
     with ExitStack() as suspended:
         suspended.enter_context(inside(session.seams))
         suspended.enter_context(session.seams.suspended())

@@ -43,7 +43,7 @@ def test_a_copy_for_pow_exists_until_its_gradient_is_computed() -> None:
         died=5,
     )
     log = cast(AllocationLog, SimpleNamespace(executed=executed, all=lambda: [product]))
-    found = timeline(log, 0, blocks=(), classes=0, cuda=True)
+    found = timeline(log, 0, blocks=(), classes=0, on_host=False)
     assert found is not None
     assert [(life.size, life.start, life.end) for life in found.lives] == [(2 * MIB, 0, 5)]
     lowered = {(life.size, life.start, life.end) for life in found.lowered}

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 PROGRAM = """
 import torch
-from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
+from autofit.worker.harness.patching.first_device_call import before_device_starts, holds_context
 from autofit.worker.harness.patching.patches import Patches
 
 seen = []
@@ -28,7 +28,7 @@ def wait():
     seen.append("wait")
 
 
-before_cuda_starts(Patches(), wait)
+before_device_starts(Patches(), wait)
 assert seen == []
 for _ in range(2):
     {call}

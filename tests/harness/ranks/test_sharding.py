@@ -333,7 +333,7 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path, text: str, reason: s
 
 
 @pytest.mark.parametrize(
-    ("level", "reason"), [("zero1", "compiles the step of its optimizer"), ("full", "functions")]
+    ("level", "reason"), [("zero1", "compiles its optimizer's step"), ("full", "functions")]
 )
 def test_a_compiled_step_is_refused(tmp_path: Path, level: str, reason: str) -> None:
     made = "compiled = torch.compile(optimizer.step, backend='eager')\nschedule ="

@@ -38,8 +38,8 @@ RESCUED_TOO = [
     "two_roots:forward",
 ]
 REFUSED = {
-    "both_outputs:backward": "made from another one",
-    "weight_penalty:backward": "not come through the model's output alone",
+    "both_outputs:backward": "another one computed from it",
+    "weight_penalty:backward": "uses parameters directly",
     "graph_kept:backward": "keeps a graph for another backward",
     "arguments_need_gradients:backward": "arguments need gradients",
     "cache_before:backward": "comes after a cache",

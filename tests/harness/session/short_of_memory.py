@@ -131,7 +131,7 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     ChunkedCall._empty_gradients = lambda call: run.drop(call)  # type: ignore[method-assign,assignment]
     for root in run.roots:
         if root.chunked is not None:
-            root.chunked.resize(micro_batch)
+            root.chunked.micro_batch = micro_batch
             root.chunked.state.can_delay = loss_is == "waiting"
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)

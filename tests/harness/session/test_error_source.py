@@ -145,7 +145,7 @@ def test_a_refusal_of_several_names_the_one_that_is_refused_by_itself(
     torch.manual_seed(0)
     module, x = nn.Sequential(*(Block(where) for _ in range(4))), torch.randn(8, 8)
     held = rooted(module)
-    held.learn(describe(module, (x,), {}))
+    held.facts = describe(module, (x,), {})
     assert held.facts is not None
     plan = Plan.of({"precision": "bf16", "checkpointing": "all"})
     with pytest.raises(Refused, match="the gradients differ") as refused:

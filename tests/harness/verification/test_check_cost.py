@@ -15,8 +15,7 @@ from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts
 from autofit.worker.harness.batch.layout import Batch
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.script_facts import describe
 from autofit.worker.harness.verification.plan_check import prove
 from tests.roots import Notes, Rooted
@@ -113,7 +112,7 @@ def rooted_with(
 ) -> HarnessRoot:
     policy = RunPolicy(whole_fits=lambda: observed)
     root = rooted(module, lambda *_: False, policy)
-    root.learn(describe(module, args, {}))
+    root.facts = describe(module, args, {})
     return root
 
 

@@ -18,7 +18,7 @@ from autofit.strategies import Facts
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import describe
 from autofit.worker.harness.verification.plan_check import prove
-from autofit.worker.harness.verification.proof_record import Sensitivity
+from autofit.worker.harness.verification.proof_cache import Sensitivity
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
@@ -152,13 +152,13 @@ def test_and_one_shows_what_is_not_the_same(rooted: Rooted) -> None:
 def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Rooted) -> None:
     module, batch = Row(), (torch.randn(6, 8),)
     held = rooted(module)
-    held.learn(describe(module, batch, {}))
+    held.facts = describe(module, batch, {})
     assert held.facts is not None
     assert prove(held, PLAN, batch, {}, Facts())
     held.proof.remember(PLAN)
-    assert {key[0] for key in held.proof.plain_results()} == {"float64"}
+    assert {key[0] for key in held.proof.plain_results} == {"float64"}
     prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())
-    assert {key[0] for key in held.proof.plain_results()} == {"float64", "checkpointed"}
+    assert {key[0] for key in held.proof.plain_results} == {"float64", "checkpointed"}
     held.take_back()
 
 
@@ -233,12 +233,12 @@ def test_what_rounding_does_to_a_model_is_what_lower_precision_may_do(
     torch.manual_seed(0)
     module, images = Normalised(most), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.learn(describe(module, (images,), {}))
+    held.facts = describe(module, (images,), {})
     assert held.facts is not None
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     before = {name: (value.clone(), value._version) for name, value in state(module).items()}
     undo = held.around_forward(lambda forward: lambda x: times * forward(x))
-    with nullcontext() if times == 1.0 else pytest.raises(Refused, match=r"differ|is there"):
+    with nullcontext() if times == 1.0 else pytest.raises(Refused, match=r"differ|no gradients"):
         prove(held, plan, (images,), {}, facts)
     undo()
     if times == 1.0:
@@ -269,7 +269,7 @@ def test_gradients_that_are_noisy_excuse_no_statistics(scale: float, rooted: Roo
     torch.manual_seed(0)
     module, images = Whitened(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.learn(describe(module, (images,), {}))
+    held.facts = describe(module, (images,), {})
     assert held.facts is not None
     facts, plan = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
     undo = held.around_forward(lambda forward: lambda x: forward(scale * x))
@@ -298,7 +298,7 @@ def test_noise_is_found_of_a_model_that_runs_on_no_fewer_samples(rooted: Rooted)
     torch.manual_seed(0)
     module, images = Whole(), torch.rand(32, 3, 8, 8)
     held = rooted(module)
-    held.learn(describe(module, (images,), {}))
+    held.facts = describe(module, (images,), {})
     assert held.facts is not None
     prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
     assert held.proof.sensitivity is not None
@@ -319,7 +319,7 @@ def test_a_rank_looks_for_itself_where_the_model_does_not_communicate(
     if statistics == "shared":
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     held = rooted(module)
-    held.learn(replace(describe(module, (images,), {}), batch_norm=statistics != "none"))
+    held.facts = replace(describe(module, (images,), {}), batch_norm=statistics != "none")
     assert held.facts is not None
     facts = Facts(roots=(held.facts,), world_size=2)
     looks = statistics == "own"
@@ -362,7 +362,7 @@ def test_where_rounding_makes_another_direction_the_rest_is_proven_by_itself(
     """Turned, gradients have the same size: what of the plan is exact tells."""
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.learn(describe(module, (images,), {}))
+    held.facts = describe(module, (images,), {})
     assert held.facts is not None
     plan = Plan.of({"precision": "bf16", "checkpointing": level})
     undo = held.around_forward(lambda forward: lambda x: otherwise(forward(x)))
@@ -382,10 +382,10 @@ def test_how_noisy_a_model_is_is_found_of_the_weights_a_launch_begins_with(roote
     """What was proven of the plan where it had trained for a while says nothing of it."""
     module, images = Chaotic(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.learn(describe(module, (images,), {}))
+    held.facts = describe(module, (images,), {})
     assert held.facts is not None
     facts, rounding = Facts(roots=(held.facts,)), Plan.of({"precision": "bf16"})
-    held.proof.found_sensitivity(Sensitivity(0.2, frozenset()))
+    held.proof.sensitivity = Sensitivity(0.2, frozenset())
     held.proof.remember(rounding)  # as of an earlier launch
     assert prove(held, PLAN, (images,), {}, facts)
     assert held.proof.is_known(rounding)
@@ -409,9 +409,9 @@ class Counted(Chaotic):
 def test_statistics_that_move_twice_are_refused_where_all_else_is_chance(rooted: Rooted) -> None:
     module, images = Counted(), torch.rand(16, 3, 32, 32)
     held = rooted(module)
-    held.learn(describe(module, (images,), {}))
+    held.facts = describe(module, (images,), {})
     assert held.facts is not None
-    with pytest.raises(Refused, match="would not change as it does"):
+    with pytest.raises(Refused, match="would change differently under the plan"):
         prove(held, Plan.of({"precision": "bf16"}), (images,), {}, Facts(roots=(held.facts,)))
     held.take_back()
 
@@ -439,7 +439,7 @@ def test_what_a_model_makes_of_the_last_bits_is_no_difference(
     module, x = Steep(), torch.randn(8, 8)
     last_bits = 2.0**-22 * torch.randn_like(x)
     held = rooted(module)
-    held.learn(describe(module, (x,), {}))
+    held.facts = describe(module, (x,), {})
     assert held.facts is not None
 
     def off(x: torch.Tensor) -> torch.Tensor:
@@ -520,7 +520,7 @@ def test_what_fits_when_compiled_alone_is_proven_so(rooted: Rooted) -> None:
     module, x = Fused(), torch.randn(8, 8)
     compiled = torch.compile(module, backend="aot_eager")
     held = rooted(compiled)  # type: ignore[arg-type]
-    held.learn(describe(compiled, (x,), {}))  # type: ignore[arg-type]
+    held.facts = describe(compiled, (x,), {})  # type: ignore[arg-type]
     assert held.facts is not None
     assert held.facts.compiled
     assert prove(held, Plan.of({"checkpointing": "all"}), (x,), {}, Facts(roots=(held.facts,)))

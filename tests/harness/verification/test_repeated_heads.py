@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from autofit.worker.harness.verification.gradient_digest import differences, digest
-from autofit.worker.harness.verification.repeated_heads import RepeatedHeads
+from autofit.worker.harness.verification.split_check import RepeatedHeads
 
 pytestmark = pytest.mark.quick
 

@@ -673,7 +673,7 @@ def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
     return net.body(a)
 
 
-@case("weights set from the first batch", pairs, net=Bank, refused="sets its weights")
+@case("weights set from the first batch", pairs, net=Bank, refused="writes its weights")
 def _(net: Bank, a: torch.Tensor, b: torch.Tensor) -> Any:
     if not net.calls:
         first = net.get_submodule("body.0")
@@ -793,19 +793,19 @@ def _(net: Net, a: torch.Tensor, b: torch.Tensor | None = None) -> Any:
     return answers if b is None else (F.cross_entropy(answers, b, reduction="sum"), answers)
 
 
-@case("graph", lambda: [(x(12), torch.randint(12, (2, 30)))], refused="point")
+@case("graph", lambda: [(x(12), torch.randint(12, (2, 30)))], refused="indices")
 @case("graph, first edges first", lambda: [(x(12), torch.tensor([[0, 1], [1, 0]]))], refused=".")
 def _(net: Net, nodes: torch.Tensor, edges: torch.Tensor) -> Any:
     h = net.body[0](nodes)
     return net.body[2](h.index_add(0, edges[1], h[edges[0]]))
 
 
-@case("packed sequences", lambda: [(x(12), torch.tensor([0, 3, 7, 12]))], refused="point")
+@case("packed sequences", lambda: [(x(12), torch.tensor([0, 3, 7, 12]))], refused="indices")
 def _(net: Net, tokens: torch.Tensor, bounds: torch.Tensor) -> Any:
     return torch.stack([net.body(tokens[a:b]).mean(0) for a, b in itertools.pairwise(bounds)])
 
 
-@case("an order of the samples", lambda: [(x(9), torch.randperm(9))], refused="order")
+@case("an order of the samples", lambda: [(x(9), torch.randperm(9))], refused="permutation")
 def _(net: Net, a: torch.Tensor, order: torch.Tensor) -> Any:
     return net.body(a + a[order])
 

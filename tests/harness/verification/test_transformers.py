@@ -16,7 +16,7 @@ from autofit.plan import Plan
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.observers import Calls, Seams
 from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.split_check import find_layout
 

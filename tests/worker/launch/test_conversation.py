@@ -402,7 +402,7 @@ def test_a_plan_measures_the_same_after_others_as_alone(talk: Talk, tmp_path: Pa
     """The peaks to a thousandth; times within the noise of a machine that others use."""
     (tmp_path / "train.py").write_text(SCRIPT)
     steps = (Stage.STEPS, (ALL,))
-    others = HALF, ALL, NEUTRAL.replace(checkpointing="half")
+    others = HALF, ALL, NEUTRAL.replace(checkpointing="1")
     together = talk("", *others, steps, harness=HARNESS)
     alone = talk("", steps, harness=HARNESS)
     assert [verdict for *_, verdict in reports(together)] == [Verdict.MEASURED] * 5, together

@@ -25,6 +25,7 @@ from autofit.worker.records.trials import (
     LaunchRequest,
     Learned,
     Measured,
+    Printed,
     Script,
     Shortage,
     TrialReport,
@@ -87,6 +88,22 @@ def run(start: Callable[..., Iterator[LaunchEvent]]) -> Run:
 def only_report(heard: list[LaunchEvent]) -> TrialReport:
     (report,) = [event for event in heard if isinstance(event, TrialReport)]
     return report
+
+
+def test_what_the_script_prints_is_told_within_two_seconds(
+    start: Callable[..., Iterator[LaunchEvent]],
+) -> None:
+    """Also if it prints nothing more."""
+    launching = start("""
+        events.send(Learned(facts=Facts()))
+        print("first", flush=True)
+        time.sleep(60)
+    """)
+    with closing(launching):  # type: ignore[type-var]
+        assert next(launching) == Learned(facts=Facts())
+        began = time.monotonic()
+        assert next(launching) == Printed(text="first")
+        assert time.monotonic() - began < 2.0
 
 
 def ended(heard: list[LaunchEvent]) -> LaunchEnded:

@@ -22,6 +22,7 @@ from autofit.worker.launch.environment import launched
 from autofit.worker.launch.group import REPORT_SECONDS
 from autofit.worker.launch.launcher import Control, launch
 from autofit.worker.meter import Peak
+from autofit.worker.meter.kinds import cuda
 from autofit.worker.records.trials import (
     LaunchEnded,
     LaunchEvent,
@@ -309,7 +310,7 @@ def test_a_local_rank_that_is_none_names_no_card(
     rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some scripts and their users set it to -1 where one process trains."""
-    monkeypatch.setenv(meter.LOCAL_RANK, rank)
+    monkeypatch.setenv(cuda.LOCAL_RANK, rank)
     assert meter.for_device("cuda")._index is None  # type: ignore[attr-defined]
 
 

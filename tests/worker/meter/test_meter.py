@@ -15,8 +15,8 @@ from autofit.cli import main
 from autofit.exceptions import UsageError
 from autofit.worker import meter
 from autofit.worker.meter import build
-from autofit.worker.meter.cpu import ResidentMeter, ShimMeter
-from autofit.worker.meter.cuda import CudaMeter
+from autofit.worker.meter.kinds.cpu import ResidentMeter, ShimMeter
+from autofit.worker.meter.kinds.cuda import CudaMeter
 
 pytestmark = pytest.mark.quick
 

@@ -32,6 +32,7 @@ class Driver:
     NVMLError = NVMLError
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
+    nvmlMemory_v2 = 2
 
     def __init__(self, *devices: Device) -> None:
         self._devices = devices
@@ -60,6 +61,14 @@ class Driver:
         if index % 2 or index // 2 >= len(device.instances):  # places need not be in a row
             raise NVMLError("Not Found")
         return device.instances[index // 2]
+
+    def nvmlDeviceGetMemoryInfo(self, device: Device, version: int) -> SimpleNamespace:
+        return SimpleNamespace(total=100, free=40, used=60)
+
+    def nvmlDeviceGetUtilizationRates(self, device: Device) -> SimpleNamespace:
+        if device.uuid.startswith("MIG-"):
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=93, memory=12)
 
     def nvmlDeviceGetP2PStatus(self, one: Device, other: Device, kind: int) -> int:
         assert one != other
@@ -180,3 +189,13 @@ def test_what_nobody_is_said_to_hold(held: int, others: int, processes: int, man
     first = nvml.Shares(held=595 * MIB, own=586 * MIB, others=0, processes=0)
     now = nvml.Shares(held=held * MIB, own=586 * MIB, others=others * MIB, processes=processes)
     assert now.managed(first) == managed * MIB
+
+
+def test_the_load_of_each_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "_initialised", lambda: Driver(A, CUT))
+    monkeypatch.setenv(nvml.VISIBLE, "1")
+    assert nvml.loads() == (
+        nvml.Load(card="GPU 0", total=100, held=60, busy=93),
+        nvml.Load(card="GPU MIG-1111", total=100, held=60, busy=None),
+        nvml.Load(card="GPU MIG-2222", total=100, held=60, busy=None),
+    )

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 from weakref import WeakSet
 
 import torch
 
-from autofit.worker.harness.batch.loss_scale import LossScale
 from autofit.worker.harness.patching.gradient_reads import marks
+from autofit.worker.harness.torch_state.graph import nodes
+from autofit.worker.harness.torch_state.rng import Ambient
+
+
+class LossScale:
+    """The factor by which the script multiplies one root's loss before backward.
+
+    An eager call differentiates its chunks before that. In fp32 and bf16 the gradients can be
+    multiplied afterwards. In fp16, gradients without the scale underflow (Micikevicius et al.,
+    2018), and with too large a scale they overflow. So the call uses the scale of the previous
+    calls, once two of them agreed. If another scale comes in, the chunks run again: the step costs
+    a recomputation, and its gradients have its own scale.
+    """
+
+    def __init__(self) -> None:
+        self.factor: torch.Tensor | None = None
+        """The last factor."""
+        self.settled = False
+        """The last two factors were the same."""
+        self._half: dict[Ambient, bool] = {}
+
+    def note(self, factor: torch.Tensor) -> None:
+        """Record ``factor``; synchronizes with the device."""
+        self.settled = equal_factors(self.factor, factor)
+        self.factor = factor.detach().clone()
+
+    def matters(self, ambient: Ambient) -> bool | None:
+        """Return whether gradients flow in float16 under ``ambient``; ``None`` before ``learn``."""
+        return True if ambient.half else self._half.get(ambient)
+
+    def learn(self, ambient: Ambient, loss: torch.Tensor) -> bool:
+        """Search the graph of a loss for float16 gradients; record and return the answer.
+
+        The script may enter autocast inside the model, or have float16 weights.
+        """
+        made = (each for node in nodes([loss]) for each in node._input_metadata)
+        self._half[ambient] = any(each.dtype is torch.float16 for each in made)
+        return self._half[ambient]
+
+
+def equal_factors(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Return whether two factors are equal; NaN equals nothing."""
+    return equal_kind(one, other) and one is not None and torch.equal(one, other)
+
+
+def equal_kind(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Return whether two factors have one data type and device."""
+    return one is not None and (one.dtype, one.device) == (other.dtype, other.device)
 
 
 class Rows(Enum):
@@ -31,13 +78,6 @@ class ActiveCall(Protocol):
         """Free the graph and the gradients that only save a recomputation."""
 
 
-class AddingCall(Protocol):
-    """A call that has added to ``.grad`` before its backward (``early_gradients``)."""
-
-    def take_back(self) -> None:
-        """Subtract what was added."""
-
-
 class CallState:
     """The state that all calls of one chunked root share.
 
@@ -56,13 +96,12 @@ class CallState:
         """What the loss of the last call was multiplied by that found gradients in ``.grad``."""
         self._differed = False
         """A call that has added was multiplied by another factor."""
-        self._adding: AddingCall | None = None
+        self._take_back: Callable[[], None] | None = None
+        """Subtracts what a call has added to ``.grad`` early (``early_gradients``)."""
         self.draws_elsewhere: bool | None = None
         """The root draws from Python's or NumPy's generators; ``None`` before its first call."""
         self.rows = Rows.NOWHERE
         self._rows_were_read = False
-        self.even = False
-        """The last call ran in even chunks, because no chunk had to run again."""
         self._before: dict[int, tuple[int, int] | None] = {}
         """The marks of the gradients before the running chunk, by the parameter's ``id``."""
         self._active: WeakSet[ActiveCall] = WeakSet()
@@ -74,20 +113,20 @@ class CallState:
             other.release()
         self._active.add(call)
 
-    def adds(self, call: AddingCall) -> None:
-        """Note that ``call`` has added to ``.grad``; its backward comes."""
-        self._adding = call
+    def adds(self, take_back: Callable[[], None]) -> None:
+        """Note that a call has added to ``.grad``, which ``take_back`` undoes."""
+        self._take_back = take_back
 
     def added(self) -> None:
         """Note that the backward of the call that has added has come."""
-        self._adding = None
+        self._take_back = None
 
     def take_back(self) -> None:
         """Let the call that has added to ``.grad`` take that back, and let no call add again."""
-        call, self._adding = self._adding, None
-        if call is not None:
+        take_back, self._take_back = self._take_back, None
+        if take_back is not None:
             self.stop_adding()
-            call.take_back()
+            take_back()
 
     def another_factor(self, *, lost: bool) -> None:
         """Learn the factor again; the second time, or if gradients were lost, let no call add."""
@@ -98,12 +137,6 @@ class CallState:
     def stop_adding(self) -> None:
         """Let no call add to ``.grad`` before its backward."""
         self.may_add, self.factor = False, None
-
-    def end_forward(self, *, even: bool, draws_elsewhere: bool | None) -> None:
-        """Record a finished forward; ``draws_elsewhere`` is ``None`` if it was not looked at."""
-        self.even = even
-        if self.draws_elsewhere is None:
-            self.draws_elsewhere = draws_elsewhere
 
     def begin_backward(self, call: ActiveCall, *, released: bool) -> None:
         """End ``call``; ``released``: a later call has freed its gradients before this backward."""

@@ -15,13 +15,12 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
-from autofit.worker.harness.batch.call_state import CallState, Rows
+from autofit.worker.harness.batch.call_state import CallState, Rows, equal_factors, equal_kind
 from autofit.worker.harness.batch.early_gradients import EarlyGradients
 from autofit.worker.harness.batch.late_output import CHANGED as CHANGED_BEFORE_USE
 from autofit.worker.harness.batch.late_output import LateOutput
 from autofit.worker.harness.batch.late_rows import LateRows, is_large, outline, stand_in
 from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
-from autofit.worker.harness.batch.loss_scale import equal_factors, equal_kind
 from autofit.worker.harness.batch.outputs import Gradients, Parts, multiply, without_graph
 from autofit.worker.harness.patching.gradient_reads import Marks, gradient_of, marks
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward, plain_grad
@@ -203,7 +202,7 @@ class ChunkedCall:
         if not self._outlines:
             return {}
         state, hosted, self._hosted = self.owner.state, self._hosted, {}
-        rows = LateRows(self, state, self.layout, self._cuts, arguments)
+        rows = LateRows(self.rows_again, state, self.layout, self._cuts, arguments)
         self._late_rows = weakref.ref(rows)
         self.owner.seams.delayed_calls.add(rows)
         return rows.outputs(self._outlines, outputs, hosted)
@@ -229,7 +228,7 @@ class ChunkedCall:
         """Run the chunks, smaller ones if memory runs out; return the outputs with a gradient."""
         self.owner.state.begin_forward(self)
         start = self._random_state()
-        self._adds = self._can_add()
+        self._adds = self.owner.state.factor is not None and self._could_add()
         eager = self._adds or self._can_be_eager()
         while (error := self._attempt(eager)) is not None:
             size = max(stop - start for start, stop in self._cuts)
@@ -258,10 +257,9 @@ class ChunkedCall:
             start.restore()
         end = self._random_state()
         self._drew = start != end
-        looked = self.layout.draws and self.owner.state.draws_elsewhere is None
-        elsewhere = start.elsewhere != end.elsewhere if looked else None
+        if self.layout.draws and self.owner.state.draws_elsewhere is None:
+            self.owner.state.draws_elsewhere = start.elsewhere != end.elsewhere
         self._state_version = self.owner.state_version()
-        self.owner.state.end_forward(even=eager, draws_elsewhere=elsewhere)
         if self._adds:
             self._wait_with_early_gradients()
         elif not eager and self._could_add():
@@ -446,9 +444,6 @@ class ChunkedCall:
             and any(mark is not None for mark in marks(self.parameters))
         )
 
-    def _can_add(self) -> bool:
-        return self.owner.state.factor is not None and self._could_add()
-
     # --- early gradients -------------------------------------------------------------------
 
     def _wait_with_early_gradients(self) -> None:
@@ -456,7 +451,7 @@ class ChunkedCall:
         assert self._factor is not None, "the chunks were differentiated"
         arguments = [without_graph(each) for each in self.batch.leaves]
         self._early = EarlyGradients(self.parameters, self._factor, arguments)
-        self.owner.state.adds(self)
+        self.owner.state.adds(self.take_back)
         self.owner.seams.delayed_calls.add(self)
         self._stop_listening = self.owner.seams.gradient_reads.listen(self._read)
 

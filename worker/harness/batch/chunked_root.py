@@ -53,10 +53,14 @@ from autofit.worker.harness.batch.layout import (
 )
 from autofit.worker.harness.batch.lazy_output import DelayedCall, LazyOutput, Loss, saved_by_hooks
 from autofit.worker.harness.patching.observers import Seams
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_state import Attributes, update_at_first_call
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
-from autofit.worker.harness.torch_state.modules import foreign, hooks_of_script, version_of
+from autofit.worker.harness.torch_state.modules import (
+    foreign,
+    hooks_of_script,
+    version_of,
+    without_cache,
+)
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 OnShortage = Callable[[BaseException, str, int], bool]
@@ -92,7 +96,7 @@ class VerifiedLayouts(Protocol):
 
 
 NO_SAMPLES = "it holds no samples"
-UNKNOWN_GRAPH = "its autograd graph has another shape than those that were verified"
+UNKNOWN_GRAPH = "its autograd graph differs from those that were verified"
 
 
 class ChunkedRoot:
@@ -129,7 +133,7 @@ class ChunkedRoot:
         )
         self._outlines: dict[object, tuple[torch.Tensor, torch.device]] = {}
         """Shape and device of the outputs that may be delayed, by the kind of call."""
-        self._one_size = one_size
+        self.one_size = one_size
         """All chunks of a call have one size, if the number of samples allows it."""
         self._module = weakref.ref(module)
         self._find_layout = find_layout
@@ -149,19 +153,6 @@ class ChunkedRoot:
         """The script has a hook on a gradient of the root."""
         self._hooks: list[RemovableHandle] = []
         self._update_parameters()
-
-    @property
-    def even(self) -> bool:
-        """Whether the last call ran in even chunks: no chunk had to run again."""
-        return self.state.even
-
-    def resize(self, micro_batch: int) -> None:
-        """Use chunks of at most ``micro_batch`` samples from the next call on."""
-        self.micro_batch = micro_batch
-
-    def use_one_size(self, wanted: bool) -> None:
-        """Use chunks of one size from the next call on, or no longer."""
-        self._one_size = wanted
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -225,12 +216,12 @@ class ChunkedRoot:
         self._update_parameters()
         self.refuse_listeners()
         batch = Batch.of(args, without_cache(self._module(), kwargs))
-        if not self._layout(batch).size(batch):
+        if not self._find_layout(batch, gradients=True).size(batch):
             raise Refused(NO_SAMPLES)
 
     def _split(self, forward: Forward, batch: Batch) -> Any:
         for last in (False, True):
-            layout = self._layout(batch)
+            layout = self._find_layout(batch, gradients=True)
             if not layout.size(batch):
                 raise Refused(NO_SAMPLES)
             start = RandomState.now() if layout.draws else None
@@ -317,17 +308,13 @@ class ChunkedRoot:
         known = self._outlines.get(self._kind(batch))
         if known is None or self._listens or _requires_gradients(batch):
             return None
-        layout = self._layout(batch)
+        layout = self._find_layout(batch, gradients=True)
         if len(self.cut(layout.size(batch), eager=True)) < 2:
             return None
         self._ignore_updated_buffers(layout)
         delayed = DelayedCall(self, forward, batch, layout, call, enter)
         self.seams.delayed_calls.add(delayed)
         return LazyOutput.of(delayed, *known)
-
-    def end_delay(self, call: DelayedCall) -> None:
-        """Notice that a delayed call has run."""
-        self.seams.delayed_calls.discard(call)
 
     def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a delayed call with its loss; return the loss and the output."""
@@ -412,13 +399,13 @@ class ChunkedRoot:
         ``incoming`` has the gradient of each output that the script uses. ``state`` and
         ``ambient`` are the random state and the autocast state of the forward.
         """
-        call = ChunkedCall(self, forward, batch, self._layout(batch))
+        call = ChunkedCall(self, forward, batch, self._find_layout(batch, gradients=True))
         call.finish(incoming, parameters, state, ambient)
 
     def refuse_listeners(self) -> None:
         """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""
         if self._listens:
-            reason = "a hook of the script on the gradients would see those of each part"
+            reason = "a hook of the script would see gradients of parts of the batch"
             raise Refused(reason, SPLIT)
 
     def backward_done(self) -> None:
@@ -426,16 +413,9 @@ class ChunkedRoot:
         if self._reduction is not None:
             self._reduction.backward_done()
 
-    def _layout(self, batch: Batch) -> Layout:
-        layout = self._find_layout(batch, gradients=True)
-        if not layout.fits(batch):
-            reason = "the model's arguments do not all have the same number of samples"
-            raise Refused(reason, SPLIT)
-        return layout
-
     def cut(self, size: int, eager: bool) -> list[Cut]:
         """Return the chunks of a call; ``eager``: no chunk runs again in backward."""
-        if self._one_size:
+        if self.one_size:
             return equal_cuts(size, self.micro_batch)
         return (
             cuts(0, size, self.micro_batch) if eager else cuts_for_keeping(size, self.micro_batch)

@@ -28,6 +28,12 @@ from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.torch_state.modules import is_sharded
 
+SHARDED = (
+    "the batch is not split under FSDP: every chunk would gather the weights and "
+    "reduce the gradients, with ranks that may run another number of chunks"
+)
+WRAPPED_INSIDE = "the batch cannot be split if DistributedDataParallel is inside the called model"
+
 
 class DdpReduction:
     """Does for a split root what ``DistributedDataParallel`` does around forward and backward."""
@@ -78,7 +84,7 @@ class DdpReduction:
         Raises ``Refused`` if the same backward has chunks to reduce: it would reduce twice.
         """
         if self._expected:
-            raise Refused("an earlier call of this backward has run in parts", SPLIT)
+            raise Refused("an earlier call in this step ran in parts", SPLIT)
         self._whole = True
 
     def received(self, parameter: torch.Tensor) -> None:
@@ -137,25 +143,12 @@ def to_device(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple
 
 def refuse_what_cannot_be_split(root: nn.Module) -> None:
     """Raise ``Refused`` if chunks of ``root`` would communicate, or would never be reduced."""
-    if reason := _sharded(root) or _wrapped_out_of_reach(root):
-        raise Refused(reason, SPLIT)
+    if is_sharded(root):
+        raise Refused(SHARDED, SPLIT)
+    if any(isinstance(m, DistributedDataParallel) for m in root.modules() if m is not root):
+        raise Refused(WRAPPED_INSIDE, SPLIT)
     if isinstance(root, DistributedDataParallel) and (reason := _unsupported(root)):
         raise Refused(f"the batch is not split under DistributedDataParallel {reason}")
-
-
-def _sharded(root: nn.Module) -> str | None:
-    if is_sharded(root):
-        return (
-            "the batch is not split under FSDP: every chunk would gather the weights and "
-            "reduce the gradients, with ranks that may run another number of chunks"
-        )
-    return None
-
-
-def _wrapped_out_of_reach(root: nn.Module) -> str | None:
-    if any(isinstance(m, DistributedDataParallel) for m in root.modules() if m is not root):
-        return "the batch is not split where DistributedDataParallel is inside the model called"
-    return None
 
 
 def _unsupported(wrapper: DistributedDataParallel) -> str | None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
-from autofit.worker.harness.batch.layout import Batch, Cut, Layout, cuts
+from autofit.worker.harness.batch.layout import Batch, Layout, cuts
 from autofit.worker.harness.batch.outputs import Parts
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
@@ -51,16 +51,11 @@ class Evaluation:
                 return forward(*args, **kwargs)
             except Exception as raised:  # noqa: BLE001 - raised again unless it is an OOM
                 error = raised
-            return self._go_on(error, forward, Batch.of(args, kwargs), start)
+            free_frames(error)
+            if self._smaller(error, Batch.of(args, kwargs), None) is None:
+                raise error
+            start.restore()
         return self._run(forward, Batch.of(args, kwargs), start)
-
-    def _go_on(self, error: Exception, forward: Forward, batch: Batch, start: RandomState) -> Any:
-        """Run a call in parts after it failed in one piece."""
-        free_frames(error)
-        if self._smaller(error, batch, None) is None:
-            raise error
-        start.restore()
-        return self._run(forward, batch, start)
 
     def _run(self, forward: Forward, batch: Batch, start: RandomState) -> Any:
         layout = self._layout(batch) if batch.spec in self._largest else None
@@ -123,12 +118,8 @@ def _in_parts(forward: Forward, batch: Batch, layout: Layout, size: int) -> Any:
     found: list[list[Any]] = []
     spec: TreeSpec | None = None
     for cut in bounds:
-        leaves, spec = _part(forward, batch, layout, cut)
+        args, kwargs = batch.call(layout.select(batch, cut))
+        leaves, spec = flatten(forward(*args, **kwargs))
         found.append(leaves)
     assert spec is not None
     return tree_unflatten(Parts(layout, samples).join(batch, bounds, found), spec)
-
-
-def _part(forward: Forward, batch: Batch, layout: Layout, cut: Cut) -> tuple[list[Any], TreeSpec]:
-    args, kwargs = batch.call(layout.select(batch, cut))
-    return flatten(forward(*args, **kwargs))

@@ -1,5 +1,6 @@
 """Outputs of a divided call whose entries are there only if the script uses them.
 
+``DelayedOutput`` is the base of these and of outputs that wait for their loss (``lazy_output``).
 A model that gets labels returns its loss and its logits. Few scripts read the logits. Those of the
 whole batch may need as much memory as the weights. Chunks compute them again (``late_rows``), and
 ranks gather them (``ranks.shared_call``).
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 CHANGED = "the model or its arguments changed between its call and the use of its output"
 TENSOR = torch.Tensor
@@ -45,7 +46,33 @@ OWN: set[Any] = {
 """Functions that do not need the entries of an output."""
 
 
-class LateOutput(torch.Tensor):
+class DelayedOutput(torch.Tensor):
+    """An output of a call whose entries are computed when something uses them."""
+
+    def value(self) -> torch.Tensor:
+        """Return the actual tensor, with its graph."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute the output for calls that bypass Python; its own node passes on the gradients."""
+        args, kwargs = tree_map(
+            lambda each: each.value().detach() if isinstance(each, DelayedOutput) else each,
+            (tuple(args), kwargs or {}),
+        )
+        return func(*args, **kwargs)
+
+
+def materialize(value: Any, kind: type[DelayedOutput] = DelayedOutput) -> Any:
+    """Return ``value`` with the actual tensors in the place of delayed outputs."""
+    if not any(isinstance(leaf, kind) for leaf in tree_leaves(value)):
+        return value
+    return tree_map(lambda each: each.value() if isinstance(each, kind) else each, value)
+
+
+class LateOutput(DelayedOutput):
     """An output whose entries are found at its first use. Ranks use it at the same point."""
 
     _stand_in: torch.Tensor
@@ -87,15 +114,7 @@ class LateOutput(torch.Tensor):
         if func in OWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        args, kwargs = tree_map(_value, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Gather the output for calls that bypass Python; ``_Source`` passes on the gradients."""
-        args, kwargs = tree_map(lambda each: _value(each, cut=True), (tuple(args), kwargs or {}))
+        args, kwargs = materialize((args, kwargs), LateOutput)
         return func(*args, **kwargs)
 
 
@@ -132,9 +151,3 @@ class _Filled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Pass the gradient on."""
         return gradients[0], None
-
-
-def _value(leaf: Any, *, cut: bool = False) -> Any:
-    if not isinstance(leaf, LateOutput):
-        return leaf
-    return leaf.value().detach() if cut else leaf.value()

@@ -12,10 +12,10 @@ If that is too small, and the script has read none so far, the rows of later cal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,24 +33,26 @@ HostRows = dict[int, list[torch.Tensor]]
 """The rows of each chunk in host memory, by the position of the output."""
 
 
-class Call(Protocol):
-    """What late rows need of their call (``chunked_call.ChunkedCall``)."""
+RowsAgain = Callable[[Sequence[Any], Collection[int]], HostRows]
+"""Runs the chunks again without a graph for the call's arguments; returns rows of some outputs.
 
-    def rows_again(self, arguments: Sequence[Any], wanted: Collection[int]) -> HostRows:
-        """Run the chunks again without a graph; return the rows of the outputs ``wanted``.
-
-        Raises ``Refused`` if the model has changed.
-        """
+Raises ``Refused`` if the model has changed.
+"""
 
 
 class LateRows:
     """The outputs of one call that have no entries yet."""
 
     def __init__(
-        self, call: Call, state: CallState, layout: Layout, cuts: Sequence[Cut], arguments: Any
+        self,
+        rows_again: RowsAgain,
+        state: CallState,
+        layout: Layout,
+        cuts: Sequence[Cut],
+        arguments: Any,
     ) -> None:
         """``arguments``: the flattened arguments of the call."""
-        self._call = call
+        self._rows_again = rows_again
         self._state = state
         self._layout = layout
         self._cuts = cuts
@@ -102,7 +104,7 @@ class LateRows:
     def _again(self) -> HostRows:
         if self._present() != self._versions:
             raise Refused(CHANGED, SPLIT)
-        return self._call.rows_again(self._arguments, [*self._outputs])
+        return self._rows_again(self._arguments, [*self._outputs])
 
     def _have(self, rows: HostRows) -> None:
         self._rows, self._arguments = rows, []

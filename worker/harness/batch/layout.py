@@ -221,13 +221,13 @@ def joined(join: Join, column: Sequence[Any], cuts: Sequence[Cut], weights: Sequ
             shapes = {_beside(part, join.dim) for part in column}
             if len(shapes) < 2 and join.rule is Rule.CONCATENATE:
                 raise
-            raise Refused("the shape of the model's output differs between parts") from error
+            raise Refused("the parts of the batch have outputs of different shapes") from error
     if join.scalar:
         return _total(column, weights)
     first = column[0]
     if all(equal(part, first) for part in column[1:]):
         return first
-    raise Refused("an output that was the same for all parts of a batch depends on the samples now")
+    raise Refused("an output that did not depend on the samples now does")
 
 
 def _deferred(join: Join, column: Sequence[Any], cuts: Sequence[Cut]) -> Any:

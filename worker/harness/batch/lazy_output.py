@@ -17,20 +17,26 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch import loss_functions
 from autofit.worker.harness.batch.call_state import CallState
-from autofit.worker.harness.batch.late_output import CHANGED, METADATA, LateOutput
+from autofit.worker.harness.batch.late_output import (
+    CHANGED,
+    METADATA,
+    DelayedOutput,
+    LateOutput,
+    materialize,
+)
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.patching.observers import plain_backward
+from autofit.worker.harness.patching.observers import Seams, plain_backward
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
-TOO_LATE = "the script asks for the gradient of the model's output after it has made the loss"
-OTHER_OUTPUT = "the same arguments give an output of another shape or type than before"
+TOO_LATE = "the script asks for the gradient of the model's output after computing the loss"
+OTHER_OUTPUT = "the same arguments now give an output of another shape or data type"
 TENSOR = torch.Tensor
 RESHAPING: set[Any] = {
     TENSOR.__getitem__,
@@ -95,15 +101,13 @@ class Caller(Protocol):
     """What a delayed call needs of its root (``chunked_root.ChunkedRoot``)."""
 
     state: CallState
+    seams: Seams
 
     def state_version(self) -> object:
         """Return a value that changes with the root's mode, weights or buffers."""
 
     def run_with_loss(self, call: DelayedCall, loss: Loss) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the call with the loss as its last operation; return the loss and the output."""
-
-    def end_delay(self, call: DelayedCall) -> None:
-        """Notice that the call has run."""
 
 
 class DelayedCall:
@@ -188,7 +192,7 @@ class DelayedCall:
         self._output = output
         self.batch = Batch([], self.batch.spec)
         self._run = lambda *_: output
-        self._caller.end_delay(self)
+        self._caller.seams.delayed_calls.discard(self)
 
     def _check(self) -> None:
         if self._version() != self._version_at_call:
@@ -201,7 +205,7 @@ class DelayedCall:
         ]
 
 
-class LazyOutput(torch.Tensor):
+class LazyOutput(DelayedOutput):
     """The output of a delayed call, or a view of it."""
 
     _call: DelayedCall
@@ -252,17 +256,6 @@ class LazyOutput(torch.Tensor):
         if func in NEEDS_GRADIENT:
             refuse_gradient((args, kwargs))
         args, kwargs = materialize((tuple(args), kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute the output for calls that bypass Python; ``_Source`` returns the gradients."""
-        args, kwargs = tree_map(
-            lambda each: each.value().detach() if isinstance(each, LazyOutput) else each,
-            (tuple(args), kwargs or {}),
-        )
         return func(*args, **kwargs)
 
     def _view(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> LazyOutput | None:
@@ -328,22 +321,9 @@ def saved_by_hooks() -> bool:
 @contextmanager
 def _call_context() -> Iterator[None]:
     """Compute with gradients and without saved-tensor hooks, as at the time of the call."""
-    plain = saved_tensors_hooks(_itself, _itself) if saved_by_hooks() else nullcontext()
+    plain = saved_tensors_hooks(*[lambda tensor: tensor] * 2) if saved_by_hooks() else nullcontext()
     with torch.inference_mode(False), torch.enable_grad(), plain:
         yield
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def materialize(value: Any) -> Any:
-    """Return ``value`` with the actual tensors in the place of lazy outputs."""
-    if not _contains(value, (LazyOutput, LateOutput)):
-        return value
-    return tree_map(
-        lambda each: each.value() if isinstance(each, LazyOutput | LateOutput) else each, value
-    )
 
 
 def refuse_gradient(value: Any) -> None:
@@ -375,8 +355,10 @@ def _parse(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[DelayedCal
         return None
     if not isinstance(target, torch.Tensor) or target.requires_grad or not target.ndim:
         return None
-    if len(target) != len(output) or target.device != output.device or _overflows(output):
+    if len(target) != len(output) or target.device != output.device:
         return None
+    if output.dtype is torch.float16 and not torch.is_autocast_enabled(output.device.type):
+        return None  # a sum of losses may overflow
     reduction = loss_functions.reduction_of(func, {**given, "target": target}, output)
     if reduction is None:
         return None
@@ -392,11 +374,5 @@ def _apply(steps: Sequence[Step], output: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _overflows(output: torch.Tensor) -> bool:
-    """Return whether a sum of losses may overflow: float16 without autocast."""
-    kind = output.device.type
-    return output.dtype is torch.float16 and not torch.is_autocast_enabled(kind)
-
-
-def _contains(value: Any, kind: type[torch.Tensor] | tuple[type[torch.Tensor], ...]) -> bool:
+def _contains(value: Any, kind: type[torch.Tensor]) -> bool:
     return any(isinstance(leaf, kind) for leaf in tree_leaves(value))

@@ -40,7 +40,8 @@ class Parts:
         if cut == (0, self._size) or len(outputs) != len(self._layout.joins):
             return outputs
         for index, (join, output) in enumerate(zip(self._layout.joins, outputs, strict=True)):
-            if join.rule is Rule.CONCATENATE and _lies_there(output):
+            there = isinstance(output, torch.Tensor) and not isinstance(output, Deferred)
+            if join.rule is Rule.CONCATENATE and there:
                 rows = self._rows.setdefault(index, _Rows(join.dim))
                 rows.add(output, self._size / (cut[1] - cut[0]))
                 outputs[index] = None
@@ -58,7 +59,7 @@ class Parts:
         if len(parts) == 1:
             return parts[0]
         if any(len(part) != len(self._layout.joins) for part in parts):
-            raise Refused("the model's output has another structure for a part of the batch")
+            raise Refused("the structure of the model's output differs for a part of the batch")
         outputs: list[Any] = []
         for index, join in enumerate(self._layout.joins):
             rows = self._rows.pop(index, None)
@@ -120,10 +121,6 @@ def multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for each in gradients:
         if id(each) not in together:
             each.mul_(factor)
-
-
-def _lies_there(output: Any) -> bool:
-    return isinstance(output, torch.Tensor) and not isinstance(output, Deferred)
 
 
 class _Rows:

@@ -8,10 +8,11 @@ from these, for the parameters in question alone. Their ``.grad`` does not chang
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
@@ -35,7 +36,8 @@ def gradients_through_chunks(
     if options.get("is_grads_batched"):
         raise Refused(VECTORIZED, SPLIT)
     asked, wanted = as_tuple(outputs), as_tuple(inputs)
-    calls = _calls_behind(asked)
+    nodes = ((node, getattr(node, "call", None)) for node, _ in walk(edges_of(asked), set()))
+    calls = {node: call for node, call in nodes if isinstance(call, ChunkedCall)}
     edges = [GradientEdge(node, i) for node, call in calls.items() for i in range(call.tracked)]
     found: list[torch.Tensor | None] = [
         *plain_grad(
@@ -54,21 +56,11 @@ def gradients_through_chunks(
         positions = [i for i, each in enumerate(wanted) if id(each) in own]
         if not positions or all(each is None for each in cotangents):
             continue
-        parts = call.gradients_of([wanted[i] for i in positions], cotangents, _saved_by(node))
+        saved: Any = partial(getattr, node, "saved_tensors")
+        parts = call.gradients_of([wanted[i] for i in positions], cotangents, saved)
         for i, part in zip(positions, parts, strict=True):
             total[i] = sum_of(total[i], part)
     return _as_torch_returns(asked, wanted, total, options)
-
-
-def _calls_behind(outputs: tuple[Any, ...]) -> dict[Node, ChunkedCall]:
-    """Return the calls in chunks whose outputs ``outputs`` depend on, by their nodes."""
-    nodes = (node for node, _ in walk(edges_of(outputs), set()))
-    made = ((node, getattr(node, "call", None)) for node in nodes)
-    return {node: call for node, call in made if isinstance(call, ChunkedCall)}
-
-
-def _saved_by(node: Any) -> Any:
-    return lambda: node.saved_tensors
 
 
 def _as_torch_returns(

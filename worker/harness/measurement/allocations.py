@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +31,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from autofit.facts import HOST
 from autofit.strategies.base import Undo
 from autofit.worker.harness.torch_state import frames
+from autofit.worker.harness.torch_state.undo import together
 from autofit.worker.meter import Meter, accelerator
 
 PRODUCTS = frozenset(
@@ -84,7 +86,7 @@ FULL = frozenset(
         "smooth_l1_loss",
     }
 )
-"""Operations that autocast on CUDA computes in float32. On the CPU, most keep the input's type."""
+"""Operations that autocast on a GPU computes in float32. On the CPU, most keep the input's type."""
 FULL_ON_CPU = frozenset(
     {"_log_softmax", "_softmax", "nll_loss_forward", "mse_loss", "smooth_l1_loss", "huber_loss"}
 )
@@ -119,40 +121,13 @@ class Lines(NamedTuple):
     """The innermost line of a package below it, torch left out."""
 
 
-class Allocator(Protocol):
+class Allocator(NamedTuple):
     """The counters of torch's allocator on the device. Sizes are bytes."""
 
-    def current(self) -> int:
-        """Return what is given out now."""
-
-    def peak(self) -> int:
-        """Return the most that was given out since the last ``reset``."""
-
-    def rounding(self) -> int:
-        """Return by how much the blocks given out are larger than requested."""
-
-    def reset(self) -> None:
-        """Set the peak to the present use."""
-
-
-class CachingAllocator:
-    """Counters of torch's caching allocator on the current accelerator."""
-
-    def current(self) -> int:
-        """Return what is given out now."""
-        return accelerator.given_out()[0]
-
-    def peak(self) -> int:
-        """Return the most that was given out since the last ``reset``."""
-        return accelerator.given_out()[1]
-
-    def rounding(self) -> int:
-        """Return by how much the blocks given out are larger than requested."""
-        return accelerator.given_out()[2]
-
-    def reset(self) -> None:
-        """Set the peak to the present use."""
-        accelerator.reset_peak()
+    given_out: Callable[[], tuple[int, int, int]]
+    """Returns what is given out now, the most since ``reset``, and what rounding up adds to it."""
+    reset: Callable[[], None]
+    """Sets the peak to the present use."""
 
 
 @dataclass(slots=True, eq=False)
@@ -211,34 +186,13 @@ class Operation:
     rounding: int
 
 
-class ShimAllocator:
-    """Counters of the CPU's meter, which counts every allocation of libc10."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def current(self) -> int:
-        """Return what is given out now."""
-        return self._meter.current()
-
-    def peak(self) -> int:
-        """Return the most that was given out since the last ``reset``."""
-        return self._meter.peak().allocated
-
-    def rounding(self) -> int:
-        """Return 0: the meter counts what was requested."""
-        return 0
-
-    def reset(self) -> None:
-        """Set the peak to the present use."""
-        self._meter.reset()
-
-
 def allocator_of(meter: Meter) -> Allocator | None:
     """Return the allocator of the meter's device; ``None`` if it has not started yet."""
-    if meter.device == "cpu":
-        return ShimAllocator(meter)
-    return CachingAllocator() if accelerator.started() else None
+    if meter.device == HOST:  # its meter counts what was requested, by every use of libc10
+        return Allocator(lambda: (meter.current(), meter.peak().allocated, 0), meter.reset)
+    if not accelerator.started():
+        return None
+    return Allocator(accelerator.given_out, accelerator.reset_peak)
 
 
 @dataclass(slots=True)
@@ -284,13 +238,7 @@ class Modules:
         """Follow all calls of modules until the undo."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
-
-        def undo() -> None:
-            before.remove()
-            after.remove()
-            self._running.clear()
-
-        return undo
+        return together(self._running.clear, after.remove, before.remove)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._running.setdefault(threading.get_ident(), []).append(module)
@@ -324,6 +272,7 @@ class AllocationLog(TorchDispatchMode):
         self.now = 0
         """Index of the present operation."""
         self._device = device
+        self._apart = device != HOST
         self._phase = phase
         self._find_allocator = allocator
         self._allocator: Allocator | None = None
@@ -436,21 +385,21 @@ class AllocationLog(TorchDispatchMode):
         """Count a peak since the last operation; return what is given out now."""
         if not self._measures or self._allocator is None:
             return 0
-        held = self._allocator.current()
+        held = self._allocator.given_out()[0]
         self._compare("", held)
         self._allocator.reset()
         return held
 
     def _compare(self, name: str, before: int) -> None:
         assert self._allocator is not None, "it measures"
-        peak, phase = self._allocator.peak(), self._phase()
+        _, peak, rounding = self._allocator.given_out()
+        phase = self._phase()
         if name:
             self.executed[self.now] = Executed(name, phase, peak, self._block())
         elif (last := self.executed.get(self.now)) is not None:
             last.peak = max(last.peak, peak)
         highest = self.peaks.get(phase)
         if highest is None or peak > highest.peak:
-            rounding = self._allocator.rounding()
             self.peaks[phase] = Operation(
                 self.now, name, phase, self.step, peak, min(before, peak), rounding
             )
@@ -506,7 +455,7 @@ class AllocationLog(TorchDispatchMode):
             if size != known.size:  # resized, as FSDP does to free memory
                 known.size = size
             return known
-        if not storage.resizable() or (self._device == "cpu" and storage.is_shared()):
+        if not storage.resizable() or (not self._apart and storage.is_shared()):
             return None
         made = Allocation(
             size=storage.nbytes(),
@@ -518,7 +467,7 @@ class AllocationLog(TorchDispatchMode):
             module=self.modules.running(),
             width=int(tensor.shape[-1]) if tensor.ndim else 1,
             is_float=tensor.dtype == torch.float32,
-            lowered=_lowered(name, tensor, inputs, FULL if self._device == "cuda" else FULL_ON_CPU),
+            lowered=_lowered(name, tensor, inputs, FULL if self._apart else FULL_ON_CPU),
             block=self._block(),
             key=key,
         )

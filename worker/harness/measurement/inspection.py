@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
+from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
 from autofit.strategies.support.bitsandbytes import SMALL
@@ -34,14 +34,13 @@ from autofit.worker.harness.measurement.moments import (
 )
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.timeline import timeline
-from autofit.worker.harness.measurement.trial import GRACE, TrialOver
+from autofit.worker.harness.measurement.trial import end_script
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.gradient_reads import gradient_of
 from autofit.worker.harness.session.call_runner import OUTSIDE
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
 from autofit.worker.oom.classifier import classify
@@ -87,7 +86,7 @@ class InspectedRun(Session):
         self._plan = request.plans[0]
         self._reporter = reporter
         self._batches = SameBatches()
-        self.seams.order_batches(self._batches.next)
+        self.seams.order = self._batches.next
         self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
         self._graphs = leaks.Graphs()
         self._graph_open = False
@@ -114,14 +113,14 @@ class InspectedRun(Session):
     def start(self) -> None:
         """Attach to torch, and follow all tensors from now on."""
         super().start()
-        if self._asked_for.snapshot and self.meter.device == "cuda":
+        if self._asked_for.snapshot:
             accelerator.record_allocations()
         self._reporter.send(PlanStarted(index=0))
         self._log.attach()
 
     def _phase_now(self) -> str:
         """Return the phase; the loss belongs to the forward pass."""
-        phase = self.runner.phase
+        phase = self.phase
         return FORWARD if phase == OUTSIDE and self._graph_open else phase
 
     # --- decisions for the session ---------------------------------------------------------
@@ -135,25 +134,9 @@ class InspectedRun(Session):
             compares=self._fake_gpu is None,
         )
 
-    def plan_for(self, root: HarnessRoot) -> Plan:
-        """Return the plan."""
-        return self._plan
-
     def plans(self) -> tuple[Plan, ...]:
         """Return the plan."""
         return (self._plan,)
-
-    def optimizer_plan(self) -> Plan:
-        """Return the plan."""
-        return self._plan
-
-    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
-        """End the script: this plan cannot be inspected."""
-        raise refusal
-
-    def optimizer_refused(self, refusal: Refused) -> None:
-        """End the script: this plan cannot be inspected."""
-        raise refusal
 
     def learned(self) -> None:
         """Report the facts."""
@@ -212,7 +195,7 @@ class InspectedRun(Session):
         try:
             attempt(lambda: root.layout(batch))
         except Refused as refusal:
-            root.learn(replace(root.facts, unsplittable=str(refusal)))
+            root.facts = replace(root.facts, unsplittable=str(refusal))
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass, and note which operations belong to it."""
@@ -322,22 +305,14 @@ class InspectedRun(Session):
 
     def _mark_state(self, optimizer: Optimizer) -> None:
         paths = {id(parameter): path for path, parameter in self._owners()}
-        embeddings = self._embeddings()
+        modules = (module for root in self.roots if root.alive for module in root.module.modules())
+        tables = (nn.Embedding, nn.EmbeddingBag)  # their state stays in 32 bits
+        embeddings = {id(module.weight) for module in modules if isinstance(module, tables)}
         for parameter, state in optimizer.state.items():
             small = parameter.numel() < SMALL or id(parameter) in embeddings
             for tensor in tree_leaves(state):
                 path = paths.get(id(parameter), "")
                 self._log.mark(tensor, Kind.OPTIMIZER_STATE, path, quantized=not small)
-
-    def _embeddings(self) -> set[int]:
-        """Return the identities of the embeddings' weights, whose state stays in 32 bits."""
-        return {
-            id(module.weight)
-            for root in self.roots
-            if root.alive
-            for module in root.module.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        }
 
     # --- the result ------------------------------------------------------------------------
 
@@ -358,21 +333,16 @@ class InspectedRun(Session):
                     for block in blocks
                 ],
                 classes=classes,
-                cuda=self.meter.device == "cuda",
+                on_host=self.meter.device == HOST,
             ),
             steps=self._followed,
             growths=growths,
-            snapshot=self._snapshot(),
+            snapshot=accelerator.recorded_allocations() if self._asked_for.snapshot else None,
             uncompiled=self._compiles,
             tries_kernels=self._fake_gpu is not None and self._fake_gpu.mode.tries_kernels,
             work=None if self._fake_gpu is None else self._fake_gpu.mode.work,
         )
         self._log.detach()
-
-    def _snapshot(self) -> bytes | None:
-        if not (self._asked_for.snapshot and self.meter.device == "cuda"):
-            return None
-        return accelerator.recorded_allocations()
 
     def _plain(self) -> PlainSteps | None:
         if not self._seconds and self._asked_for.plain:
@@ -427,11 +397,7 @@ class InspectedRun(Session):
         if self._tries_split:
             self.learn(roots=tuple(root.facts for root in self.roots if root.facts is not None))
         self._send()
-        self._reporter.send(Finished(steps=self.steps, stopped=True))
-        timer = threading.Timer(GRACE, os._exit, (0,))
-        timer.daemon = True
-        timer.start()
-        raise TrialOver
+        end_script(self._reporter, self.steps)
 
     def script_ended(self) -> None:
         """Report what was followed before the script ended by itself."""

@@ -21,22 +21,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
-from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.base import Deferred
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.gradient_reads import gradient_of
-from autofit.worker.harness.patching.observers import Seams, plain_backward
-from autofit.worker.harness.patching.optimizers import Optimizers
+from autofit.worker.harness.patching.observers import plain_backward
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.graph import edges_of, next_edges, walk
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.verification.split_check import batched_arguments
-from autofit.worker.meter import Meter, Peak
+from autofit.worker.meter import Peak
 from autofit.worker.oom.attempt import attempt_model, is_shortage
 from autofit.worker.oom.classifier import classify
 from autofit.worker.oom.frames import free_frames
@@ -112,22 +110,19 @@ class Prober:
 
     def __init__(
         self,
+        session: Session,
         root: HarnessRoot,
         args: Any,
         kwargs: Any,
         *,
-        seams: Seams,
-        optimizers: Optimizers,
-        meter: Meter,
-        facts: Facts,
         frees: bool = False,
     ) -> None:
         """``frees``: the script frees old gradients between a forward and its backward.
 
         Raises ``NotProbed`` if the call shows no batch.
         """
-        self.root, self._seams, self._optimizers = root, seams, optimizers
-        self._meter, self._facts, self._frees = meter, facts, frees
+        self.root, self._seams, self._optimizers = root, session.seams, session.optimizers
+        self._meter, self._facts, self._frees = session.meter, session.facts, frees
         batch = Batch.of(args, without_cache(root.module, kwargs))
         batched = batched_arguments(batch, root.batch_dim)
         if not batched:
@@ -153,21 +148,24 @@ class Prober:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Drop the script's gradients, and let optimizers change no parameter."""
-        before = [_learning_rates(each) for each in self._optimizers.of_roots()]
+        before = [
+            (group, group["lr"])
+            for optimizer in self._optimizers.of_roots()
+            for group in optimizer.param_groups
+            if "lr" in group
+        ]
         for parameter in self._parameters:
             parameter.grad = None
         gc.collect()
         gc.freeze()  # what exists now is not garbage: later collections are short
         try:
-            for groups in before:
-                for group, rate in groups:
-                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for group, rate in before:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             yield
         finally:
             gc.unfreeze()
-            for groups in before:
-                for group, rate in groups:
-                    group["lr"] = rate
+            for group, rate in before:
+                group["lr"] = rate
 
     def measure(self, plan: Plan, size: int, rest: Rest) -> Measurement:
         """Probe ``plan``, which is applied to the root, with chunks of at most ``size`` samples.
@@ -367,7 +365,3 @@ def _cotangent(output: torch.Tensor) -> torch.Tensor:
     if output.numel() == 1:
         return torch.ones_like(output)
     return torch.randn_like(output) * SEED
-
-
-def _learning_rates(optimizer: Optimizer) -> list[tuple[dict[str, Any], Any]]:
-    return [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]

@@ -206,7 +206,9 @@ class Stages:
                 self.index, self.results = index, []
                 plan = self.given[index]
                 try:
-                    measurement = yield from self._steps(plan, self._turn_of(plan))
+                    known = self._by_steps.get(plan) or self._probes.get(plan)
+                    slow = known is not None and known.seconds > SLOW
+                    measurement = yield from self._steps(plan, TURN - slow)
                 except Refused as refusal:
                     self._trial.plan_ends(Verdict.REFUSED, str(refusal), refusal.strategy)
                     del windows[index]
@@ -222,11 +224,6 @@ class Stages:
             self.index, self.results, self.shortage = index, [(plan, measurement)], None
             self._by_steps[plan] = measurement
             self._trial.plan_ends(Verdict.MEASURED)
-
-    def _turn_of(self, plan: Plan) -> int:
-        """Return the steps of a window of a turn."""
-        known = self._by_steps.get(plan) or self._probes.get(plan)
-        return TURN - (known is not None and known.seconds > SLOW)
 
     def _steps(self, plan: Plan, steps: int, *, check: bool = False) -> Measuring:
         """Measure one window of real steps; return ``None`` if memory ran out.
@@ -399,7 +396,7 @@ class Stages:
     @property
     def _gradients_of_chunks(self) -> int:
         """Bytes of the gradients that exist in a chunk, but not in a probe of the whole batch."""
-        return self._trial.suspension.gradients_of_chunks if self._trial.suspension else 0
+        return self._trial.suspension.prober.gradients_of_chunks if self._trial.suspension else 0
 
     @property
     def _blocks(self) -> int:

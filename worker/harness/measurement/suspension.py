@@ -44,31 +44,14 @@ class Suspension:
         self.plan: Plan | None = None
         """The plan that is applied now."""
         self._session, self._clock, self._root = session, clock, root
-        self._prober = Prober(
-            root,
-            args,
-            kwargs,
-            seams=session.seams,
-            optimizers=session.optimizers,
-            meter=session.meter,
-            facts=session.facts,
-            frees=frees,
-        )
+        self.prober = Prober(session, root, args, kwargs, frees=frees)
         self._stack = ExitStack()
         self._stack.enter_context(inside(session.seams))
         self._stack.enter_context(session.seams.suspended())
         self._stack.enter_context(session.reads.paused())
         self._stack.enter_context(torch.enable_grad())
         self._stack.callback(RandomState.now().restore)
-        self._stack.enter_context(self._prober.suspended())
-
-    @property
-    def gradients_of_chunks(self) -> int:
-        """Bytes of the gradients that exist while a chunk runs, but not while the whole call does.
-
-        0 where they exist in both.
-        """
-        return self._prober.gradients_of_chunks
+        self._stack.enter_context(self.prober.suspended())
 
     def close(self) -> None:
         """Let the script go on."""
@@ -78,9 +61,9 @@ class Suspension:
         """Return what the steps of the script as it is need beside what a probe sees of them."""
         rest = Rest()
         with self._session.phases.within(PROBE), suppress(NotProbed, Shortage):
-            probed = self._prober.measure(Plan(), self._prober.samples, rest)
+            probed = self.prober.measure(Plan(), self.prober.samples, rest)
             rest = Rest.between(observed, probed)
-        self._prober.free()
+        self.prober.free()
         return rest
 
     def probe(self, plan: Plan, rest: Rest) -> Measurement:
@@ -90,13 +73,13 @@ class Suspension:
         ``NotProbed`` if it shows in whole steps only.
         """
         compiled = self._clock.seconds()
-        samples = plan.samples(self._prober.samples)
+        samples = plan.samples(self.prober.samples)
         try:
             with self._session.phases.within(PROBE):
                 try:
                     self._apply(plan)
                     chunk = min(samples, plan.chunk or samples)
-                    measured = self._prober.measure(plan, chunk, rest)
+                    measured = self.prober.measure(plan, chunk, rest)
                 finally:  # torch's counter restarts with the end of the plan
                     taken = self._clock.seconds() - compiled
                     self._session.phases.compiled(compiled + taken)
@@ -112,7 +95,7 @@ class Suspension:
             raise self._refusal_of(error, plan) from None
         finally:
             self.plan = None
-            self._prober.free()  # before the plan is undone, which may need memory
+            self.prober.free()  # before the plan is undone, which may need memory
             self._root.take_back()
             self._session.phases.compiled(self._clock.seconds())
         return replace(measured, compile_seconds=taken)
@@ -125,7 +108,7 @@ class Suspension:
         self._root.take_back()
         self._root.apply(plan.with_number(Number.SAMPLES, AS_IS))
         if self._root.acts_beyond_calls:
-            raise NotProbed("the plan acts outside the model's calls")
+            raise NotProbed("the plan also changes code outside the model's calls")
         self.plan = plan
         self._session.optimizers.prepare()
 
@@ -138,6 +121,6 @@ class Suspension:
         blamed = error_source.blamed(error.__traceback__, plan)
         free_frames(error)
         self._root.take_back()
-        if plan.chunk is not None and not self._prober.runs_apart(plan.chunk):
+        if plan.chunk is not None and not self.prober.runs_apart(plan.chunk):
             return Refused(NOT_APART, SPLIT)
         return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)

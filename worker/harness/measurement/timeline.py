@@ -26,7 +26,7 @@ IN_PRODUCTS = PRODUCTS | PRODUCTS_BACKWARD
 
 
 def timeline(
-    log: AllocationLog, first: int, *, blocks: Sequence[str], classes: int, cuda: bool
+    log: AllocationLog, first: int, *, blocks: Sequence[str], classes: int, on_host: bool
 ) -> Timeline | None:
     """Return the timeline of the operations from ``first`` on; ``None`` if none were measured.
 
@@ -35,13 +35,13 @@ def timeline(
         first: Index of the first operation of the step.
         blocks: The paths of the model's repeated blocks, in the order of the forward pass.
         classes: Outputs of the model's head; 0 without a head.
-        cuda: Whether autocast follows the rules of CUDA, not those of the CPU.
+        on_host: Whether autocast follows the rules of the CPU, not those of an accelerator.
     """
     executed = {index: each for index, each in log.executed.items() if index >= first}
     if not executed:
         return None
     last = max(executed)
-    step = _Step(executed, first, last, classes, FULL if cuda else FULL_ON_CPU)
+    step = _Step(executed, first, last, classes, FULL_ON_CPU if on_host else FULL)
     inside = [
         each
         for each in log.all()
@@ -89,7 +89,7 @@ class _Step:
             end=(self._last if each.died is None else min(each.died, self._last)) - self._first,
             used=max([each.born, *self._reads(each, FORWARD)]) - self._first,
             wanted=(min(reads) if reads else self._last + 1) - self._first,
-            kind=each.role or self._kind(each),
+            kind=each.role or (Kind.OTHER if each.born < self._first else ""),
             block=each.block,
             of_block=each.of_block,
             returned=each.returned,
@@ -139,10 +139,7 @@ class _Step:
         only_full = bool(backward) and len(backward) == len(self._reads(each, BACKWARD))
         end = plain.used if only_full and forward else plain.end
         yield self._copy(plain, each.size // 2, plain.start, end, plain.used, plain.wanted)
-        for index in forward:
-            until = max([index, *backward]) - self._first
-            at = index - self._first
-            yield self._copy(plain, each.size, at, until, at, plain.wanted)
+        yield from self._copies(plain, each.size, forward, backward)
         if not forward:
             for index in backward:
                 at = index - self._first
@@ -212,9 +209,6 @@ class _Step:
         """Return the block whose forward runs at an index of this step."""
         found = self._executed.get(index + self._first)
         return found.block if found else -1
-
-    def _kind(self, each: Allocation) -> str:
-        return Kind.OTHER if each.born < self._first else ""
 
     def _phase(self, index: int) -> str:
         found = self._executed.get(index)

@@ -7,10 +7,11 @@ is disabled in these steps, under every plan. As a rule traced steps count for n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +42,7 @@ TF32 = 2.0**-11
 """Relative rounding error of float32 products in TF32."""
 
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -63,6 +65,25 @@ class _Step:
     changes: dict[int, torch.Tensor] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
     drew: bool = False
+
+
+def _while_it_works(
+    look: Callable[Concatenate[Tracer, P], R],
+) -> Callable[Concatenate[Tracer, P], R | None]:
+    """Let a method of a tracer do nothing once it is full, and stop the tracing if it fails."""
+
+    @functools.wraps(look)
+    def guarded(tracer: Tracer, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        if tracer.full:
+            return None
+        lost = "the training is not compared with that of others"
+        found = beside(lambda: (look(tracer, *args, **kwargs),), None, lost)
+        if found is None:
+            tracer.drop()
+            return None
+        return found[0]
+
+    return guarded
 
 
 class Tracer:
@@ -107,7 +128,7 @@ class Tracer:
         """
         if self.full or transformed():
             return run()
-        found = self._safely(lambda: self._sketch_call(root, first, args, kwargs))
+        found = self._sketch_call(root, first, args, kwargs)
         if self.full:
             return run()
         before = RandomState.now()
@@ -121,15 +142,7 @@ class Tracer:
             self._step.inputs.append(found)
         return output
 
-    def _safely(self, look: Callable[[], R]) -> R | None:
-        """Return the result of ``look``; stop tracing if it fails."""
-        found = beside(lambda: (look(),), None, "the training is not compared with that of others")
-        if found is None:
-            self._steps.clear()
-            self.stop()
-            return None
-        return found[0]
-
+    @_while_it_works
     def _sketch_call(
         self, root: HarnessRoot, first: bool, args: Any, kwargs: Any
     ) -> torch.Tensor | None:
@@ -191,22 +204,16 @@ class Tracer:
 
     # --- the optimizers --------------------------------------------------------------------
 
+    @_while_it_works
     def steps_now(self, optimizer: Optimizer) -> None:
         """Sketch the parameters before an optimizer step."""
-        if not self.full:
-            self._safely(lambda: self._sketch_before(optimizer))
-
-    def _sketch_before(self, optimizer: Optimizer) -> None:
         for row, parameter in self._parameters(optimizer):
             if row not in self._stepped:
                 self._note(row, parameter)
 
+    @_while_it_works
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Sketch a parameter and its gradient before it steps during backward."""
-        if not self.full:
-            self._safely(lambda: self._sketch_one(optimizer, parameter))
-
-    def _sketch_one(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._rows:
             self._parameters(optimizer)
         row = self._rows.get(id(parameter))
@@ -224,16 +231,13 @@ class Tracer:
             finest = torch.finfo(held.dtype).eps
             described.rounding = finest * float(self._before[row].norm())
 
+    @_while_it_works
     def stepped(self, optimizer: Optimizer) -> None:
         """Sketch the gradients, and the changes of the parameters.
 
         This comes after the step, because a strategy's hook may drop gradients before it, and
         because a step with a closure computes its gradients inside.
         """
-        if not self.full:
-            self._safely(lambda: self._sketch_after(optimizer))
-
-    def _sketch_after(self, optimizer: Optimizer) -> None:
         step = self._step
         for row, parameter in self._parameters(optimizer):
             if row in self._before:
@@ -256,7 +260,10 @@ class Tracer:
     def _parameters(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
         found = []
         if any(id(each) not in self._rows for g in optimizer.param_groups for each in g["params"]):
-            self._note_new_names()
+            for root in (
+                each for each in self._roots if each.alive
+            ):  # a plan may have sharded them
+                self._names |= {id(each): name for name, each in root.module.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not parameter.is_floating_point() and not parameter.is_complex():
@@ -267,12 +274,6 @@ class Tracer:
                     self._described.append(_Row(name, parameter.numel()))
                 found.append((row, parameter))
         return found
-
-    def _note_new_names(self) -> None:
-        """Note the names of the parameters as they are now: a plan may have sharded them."""
-        for root in (each for each in self._roots if each.alive):
-            named = root.module.named_parameters()
-            self._names |= {id(parameter): name for name, parameter in named}
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -293,6 +294,11 @@ class Tracer:
         self._before.clear()
         self._sketcher = None
 
+    def drop(self) -> None:
+        """Stop tracing, and forget the steps."""
+        self._steps.clear()
+        self.stop()
+
     def result(self, sensitivity: float = 0.0) -> Trace | None:
         """Return the trace of the complete steps; ``None`` if there is none."""
         if not self._steps or self._start is None or not self._described:
@@ -307,18 +313,17 @@ class Tracer:
             epsilon=self._epsilon,
             buckets=shape_of(len(rows))[1],
             start=pack([self._start]),
-            steps=tuple(self._packed(step) for step in self._steps),
+            steps=tuple(
+                TracedStep(
+                    losses=step.losses,
+                    inputs=pack([torch.stack(step.inputs).sum(0)]) if step.inputs else "",
+                    gradients=self._table(step.gradients) if step.gradients else "",
+                    changes=self._table(step.changes),
+                    drew=step.drew,
+                )
+                for step in self._steps
+            ),
             sensitivity=sensitivity,
-        )
-
-    def _packed(self, step: _Step) -> TracedStep:
-        inputs = torch.stack(step.inputs).sum(0) if step.inputs else None
-        return TracedStep(
-            losses=step.losses,
-            inputs="" if inputs is None else pack([inputs]),
-            gradients=self._table(step.gradients) if step.gradients else "",
-            changes=self._table(step.changes),
-            drew=step.drew,
         )
 
     def _table(self, found: dict[int, torch.Tensor]) -> str:

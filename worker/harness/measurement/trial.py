@@ -31,23 +31,22 @@ from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.measurement.leaks import Graphs
 from autofit.worker.harness.measurement.probe import NotProbed, has_gradients
 from autofit.worker.harness.measurement.same_batches import SameBatches
-from autofit.worker.harness.measurement.source_digests import digests
 from autofit.worker.harness.measurement.stages import OBSERVED, Schedule, Stages
 from autofit.worker.harness.measurement.suspension import Suspension
 from autofit.worker.harness.measurement.tracer import Tracer
 from autofit.worker.harness.measurement.window import RefusedAllocations, Step, Window
 from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.patching.first_device_call import before_cuda_starts, holds_context
+from autofit.worker.harness.patching.first_device_call import before_device_starts, holds_context
 from autofit.worker.harness.patching.optimizers import changes_of
 from autofit.worker.harness.ranks import bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Graph
 from autofit.worker.harness.session.rank_agreement import RankAgreement
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
+from autofit.worker.harness.torch_state.frames import source_digests
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
@@ -86,6 +85,15 @@ class TrialOver(BaseException):
     """Ends the script after the last plan; not an ``Exception``: training loops catch those."""
 
 
+def end_script(reporter: Reporter, steps: int) -> NoReturn:
+    """Tell the parent that the script was stopped, and end it; soon also one that goes on."""
+    reporter.send(Finished(steps=steps, stopped=True))
+    timer = threading.Timer(GRACE, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    raise TrialOver
+
+
 class Trial(Session):
     """Runs the stages of a launch at the steps and calls of one script."""
 
@@ -104,7 +112,7 @@ class Trial(Session):
         self._ranks = RankAgreement(reporter, request.processes, connects=group is None)
         self._reporter = reporter
         self._batches = SameBatches()
-        self.seams.order_batches(self._next_batch)
+        self.seams.order = self._next_batch
         self._request = request
         self._pausing = threading.Lock()
         self._stages = Stages(self, request)
@@ -162,7 +170,7 @@ class Trial(Session):
         """Attach to torch; pause a prepared process before it starts CUDA."""
         super().start()
         if self._request.prepared:
-            before_cuda_starts(self.seams.patches, self._pause)
+            before_device_starts(self.seams.patches, self._pause)
 
     def _pause(self) -> None:
         """In a prepared process, wait until a launch uses it, and continue with its request."""
@@ -236,7 +244,8 @@ class Trial(Session):
 
     def measured(self, window: Window) -> Measurement:
         """Return what a full window has measured, on all ranks; tell whether graphs were left."""
-        found = self._measurement(window, self._ranks.measurement(self._figures(window)))
+        said = self._ranks.measurement(self._figures(window))
+        found = window.measurement(said, self.facts, self._ranks.share)
         beside(self._tell_growth, None, "it is not known whether the script keeps graphs")
         self._graphs = None
         return found
@@ -305,9 +314,6 @@ class Trial(Session):
     def _alive(self) -> list[HarnessRoot]:
         return [root for root in self.roots if root.alive]
 
-    def _measurement(self, window: Window, said: tuple[Figures, ...]) -> Measurement:
-        return window.measurement(said, self.facts, self._ranks.share)
-
     def _figures(self, window: Window) -> Figures:
         return window.figures(self.meter.peak(), self._compiling.seconds(), self._refusals.count())
 
@@ -326,11 +332,7 @@ class Trial(Session):
 
     def _end(self) -> NoReturn:
         self.over = True
-        self._reporter.send(Finished(steps=self.steps, stopped=True))
-        timer = threading.Timer(GRACE, os._exit, (0,))
-        timer.daemon = True
-        timer.start()
-        raise TrialOver
+        end_script(self._reporter, self.steps)
 
     def script_ended(self) -> None:
         """Report the measurements that were complete before the script ended by itself."""
@@ -342,21 +344,16 @@ class Trial(Session):
         said = self._ranks.figures_at_end(None if window is None else self._figures(window))
         if self._caught:
             self._end_caught()
-        elif window is not None and said and self._counts_at_end(window):
+        # A later plan of the launch gets another launch, unless its window was only to be longer.
+        elif said and window and (self.index == 0 or len(window.seconds) >= window.steps):
             results = self._stages.results
             if len(window.seconds) >= OBSERVED and window.shortage is None:
-                results.append((window.plan, self._measurement(window, said)))
+                measured = window.measurement(said, self.facts, self._ranks.share)
+                results.append((window.plan, measured))
             if results:
                 results.sort(key=lambda pair: pair[1].seconds, reverse=True)
                 self.plan_ends(Verdict.MEASURED, "the script ended first")
         self._reporter.send(Finished(steps=self.steps, stopped=False))
-
-    def _counts_at_end(self, window: Window) -> bool:
-        """Return whether the present plan is reported though the script ended in its last window.
-
-        A later plan of the launch gets another launch, unless the window was only to be longer.
-        """
-        return self.index == 0 or len(window.seconds) >= window.steps
 
     @contextmanager
     def _around_check(self) -> Iterator[None]:
@@ -402,7 +399,7 @@ class Trial(Session):
         if self._current is None or self.suspension is not None:
             raise refusal
         self._ranks.end_unless_agreed(refusal)
-        self._current.end_refused(refusal)
+        self._current.refusal = refusal
         self._advance()
 
     def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
@@ -410,7 +407,7 @@ class Trial(Session):
 
         What was measured still counts, and so does a shortage.
         """
-        found = self.runner.out_of_memory(classify(failure.error), None)
+        found = self.out_of_memory(classify(failure.error), None)
         if self._current is None:  # in a probe
             stages = self._stages
             stages.shortage = stages.shortage or found
@@ -418,7 +415,7 @@ class Trial(Session):
             self.plan_ends(verdict, for_all=True)
             self._end()
         if self._current.check:
-            self._current.end_short(found)
+            self._current.shortage = found
             self._advance()  # reports the plan
             self._end()
         if self.index == 0:  # the first plan is itself at fault
@@ -462,7 +459,7 @@ class Trial(Session):
         in_parts = found.phase == evaluation.PHASE and (found.micro_batch or 0) > 1
         if self._current is not None and self._current.shortage is None and not in_parts:
             found = replace(found, checkpointing=self._current.plan.blocks)
-            self._current.end_short(found)
+            self._current.shortage = found
             self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
     def learned(self) -> None:
@@ -480,17 +477,13 @@ class Trial(Session):
         try:
             run()
         except Exception as error:
-            if not self._goes_on_after(error):
+            searches = self._request.converses and self._current is not None and self.can_probe()
+            if not (searches and is_shortage(error, self.meter.short)):
                 raise
-            self.shortage(self.runner.out_of_memory(classify(error), None))
+            self.shortage(self.out_of_memory(classify(error), None))
             free_frames(error)
             self._drop_graph(tensors)
         self._open_graphs = 0
-
-    def _goes_on_after(self, error: Exception) -> bool:
-        """Return whether memory ran out in a backward pass of a search that goes on."""
-        searches = self._request.converses and self._current is not None
-        return searches and self.can_probe() and is_shortage(error, self.meter.short)
 
     def _drop_graph(self, tensors: Any) -> None:
         """Free the graph of a failed backward pass; the step that follows has zero gradients."""
@@ -634,7 +627,7 @@ class Trial(Session):
         if (window := self._current) is not None:
             self._close_step(window, seconds)
         self._losses, self._open_graphs = [], 0
-        self.seams.restart_data_clock()
+        self.seams.data_seconds = 0.0
         self._clock = time.perf_counter()
 
     def _close_step(self, window: Window, seconds: float) -> None:
@@ -659,12 +652,14 @@ class Trial(Session):
             self.learn(calls_per_step=seen.calls)
         step = Step(seen.seconds, seen.wait, sum(seen.losses), self._retries > retries)
         settling = window.settles(seen.proven or seen.compiled)
-        window.end_short(seen.shortage)
+        window.shortage = seen.shortage
         if window.shortage is not None:
             self._advance()
             return
-        if window.check or self.is_known(window.plan):
-            self._tell_verified(window.plan)
+        if (window.check or self.is_known(window.plan)) and window.plan not in self._verified:
+            self._verified.add(window.plan)
+            sources = source_digests(self._request.script.cwd)
+            self._ranks.tell(Verified(plan=window.plan, sources=sources))
         if window.check:
             window.counted.append(step)
         elif traced or settling or window.cold:
@@ -680,12 +675,6 @@ class Trial(Session):
             window.counted.append(step)
         if len(window.counted) >= window.steps or (window.counted and window.lasted(LONG)):
             self._advance()
-
-    def _tell_verified(self, plan: Plan) -> None:
-        """Report, once, that a step ran under a verified plan."""
-        if plan not in self._verified:
-            self._verified.add(plan)
-            self._ranks.tell(Verified(plan=plan, sources=digests(self._request.script.cwd)))
 
     def _trace_step(self, losses: list[float]) -> bool:
         """Return whether the step that ended was traced."""

@@ -81,17 +81,11 @@ class Window:
     pressed: bool = False
     """The allocator of a rank emptied its cache in two steps in a row; set by ``measurement``."""
     shortage: OutOfMemory | None = None
+    """Memory ran out, on this rank or on another, which ends the window."""
     refusal: Refused | None = None
+    """The plan was refused, which ends the window."""
     check: bool = False
     """The plan is verified in the first step, which is then the only one."""
-
-    def end_short(self, shortage: OutOfMemory | None) -> None:
-        """End the window if memory ran out, on this rank or on another."""
-        self.shortage = shortage
-
-    def end_refused(self, refusal: Refused) -> None:
-        """End the window because its plan was refused."""
-        self.refusal = refusal
 
     def measurement(
         self, ranks: Sequence[Figures], facts: Facts, share: float = 1.0

@@ -1,4 +1,4 @@
-"""Calls a function before torch starts CUDA in this process. Imported after the script's torch."""
+"""Calls a function before torch starts a device in this process. Imported after its torch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from typing import Any
 
 import torch
 
+from autofit.worker import meter
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.meter import accelerator
 
 
-def before_cuda_starts(patches: Patches, wait: Callable[[], None]) -> None:
-    """Call ``wait`` just before torch starts CUDA; do nothing in a torch without CUDA.
+def before_device_starts(patches: Patches, wait: Callable[[], None]) -> None:
+    """Call ``wait`` just before torch starts a device; do nothing in a torch for the CPU alone.
 
-    Python code and torch's own (``torch/csrc/utils/device_lazy_init.cpp``) start CUDA with
-    its ``_lazy_init``. That calls ``torch._C._cuda_init``, once, and holds a lock meanwhile.
-    Modules of torch have imported ``_lazy_init`` by name, so the inner function is replaced.
+    Python code and torch's own (``torch/csrc/utils/device_lazy_init.cpp``) start, for instance,
+    CUDA with its ``_lazy_init``. That calls ``torch._C._cuda_init``, once, and holds a lock
+    meanwhile. Modules of torch have imported ``_lazy_init`` by name, so the inner function is
+    replaced.
     """
 
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def cuda_init(*args: Any) -> Any:
+        def init(*args: Any) -> Any:
             wait()
             return plain(*args)
 
-        return cuda_init
+        return init
 
-    if hasattr(torch._C, "_cuda_init"):
-        patches.wrap(torch._C, "_cuda_init", make)
+    for name in (f"_{kind}_init" for kind in meter.KINDS):
+        if hasattr(torch._C, name):
+            patches.wrap(torch._C, name, make)
 
 
 def holds_context() -> bool:
-    """Return whether the process has a CUDA context, for instance because it pinned host memory.
+    """Return whether the process has a context of a device, for instance of pinned host memory.
 
     The driver is asked, which makes no context.
     """
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return has_context is not None and any(map(has_context, range(accelerator.devices())))
+    asked = (getattr(torch._C, f"_{kind}_hasPrimaryContext", None) for kind in meter.KINDS)
+    return any(any(map(each, range(accelerator.devices()))) for each in asked if each is not None)

@@ -6,8 +6,8 @@ subclass: a property of the same name there takes precedence while somebody list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from autofit.strategies.base import Undo
 from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.harness.torch_state.undo import temporarily
 
 Listener = Callable[[nn.Parameter], None]
 Marks = list[tuple[int, int] | None]
@@ -69,7 +70,7 @@ class ReadBeforeStep:
 
     def __init__(self, reads: GradientReads, notice: Callable[[], None]) -> None:
         self.fresh = False
-        """A backward pass has ended, and the optimizer's step has not begun."""
+        """A backward pass has ended, and neither a forward nor the optimizer's step has begun."""
         self._reads = reads
         self._notice = notice
         self._undos: list[Undo] = []
@@ -83,22 +84,9 @@ class ReadBeforeStep:
         while self._undos:
             self._undos.pop()()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the reads in this context: they are autofit's own."""
-        fresh, self.fresh = self.fresh, False
-        try:
-            yield
-        finally:
-            self.fresh = fresh
-
-    def gradients_complete(self) -> None:
-        """Note the end of a backward pass: a read from now on sees its gradients."""
-        self.fresh = True
-
-    def gradients_outdated(self) -> None:
-        """Note a forward pass or an optimizer step: a read from now on does not count."""
-        self.fresh = False
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context whose reads do not count: they are autofit's own."""
+        return temporarily(self, "fresh", False)
 
     def _read(self, parameter: nn.Parameter) -> None:
         if self.fresh:

@@ -11,7 +11,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from autofit.worker.harness.patching.gradient_reads import GradientReads
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.patching.weight_views import WeightViews
 from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.undo import temporarily
 
 plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
 """torch's own functions, for work inside a root that the handler must not see."""
@@ -124,7 +125,8 @@ class Seams:
         """The script has asked for gradients of tensors that it has computed."""
         self.around: list[Wrapper] = []
         """Wrappers around each call of a model, under every plan."""
-        self._readers: list[Reader] = []
+        self.readers: list[Reader] = []
+        """Return the batches of loaders; the last one does so."""
         self.patches = Patches()
         """Everything that the session replaces in torch."""
         self.gradient_reads = GradientReads(self.patches)
@@ -164,41 +166,19 @@ class Seams:
         if not self._suspended:
             notice(optimizer)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Let optimizers step unnoticed, while the script waits in a call."""
-        self._suspended = True
-        try:
-            yield
-        finally:
-            self._suspended = False
+    def suspended(self) -> AbstractContextManager[None]:
+        """Return a context in which optimizers step unnoticed: the script waits in a call."""
+        return temporarily(self, "_suspended", True)
 
     def run_delayed_calls(self) -> None:
         """Run all delayed calls, because a model is about to change."""
         for call in list(self.delayed_calls):
             call.run_before_change()
 
-    def order_batches(self, order: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-        """Let ``order`` choose the next batch of every loader."""
-        self.order = order
-
-    def restart_data_clock(self) -> None:
-        """Count the seconds in the loader's ``next`` from zero."""
-        self.data_seconds = 0.0
-
-    def watch_submodules(self, wanted: bool) -> None:
-        """Enable or disable the patch of calls inside a root."""
-        self.watch_inside = wanted
-
     def read_by(self, reader: Reader) -> Undo:
         """Let ``reader`` return the batches of loaders. The last registered reader does so."""
-        self._readers.append(reader)
-        return lambda: self._readers.remove(reader)
-
-    @property
-    def reads_batches(self) -> bool:
-        """Whether a strategy returns the batches of loaders."""
-        return bool(self._readers)
+        self.readers.append(reader)
+        return lambda: self.readers.remove(reader)
 
     def detach(self) -> None:
         """Restore torch."""
@@ -227,14 +207,9 @@ class Seams:
             self._paused = True
         self.inside += 1
 
-    @contextmanager
-    def part_of_backward(self, *, more: bool) -> Iterator[None]:
-        """Run the backward of one chunk. With ``more`` another chunk follows."""
-        self.parts_follow = more
-        try:
-            yield
-        finally:
-            self.parts_follow = False
+    def part_of_backward(self, *, more: bool) -> AbstractContextManager[None]:
+        """Return a context for the backward of one chunk. With ``more`` another chunk follows."""
+        return temporarily(self, "parts_follow", more)
 
     def leave(self) -> None:
         """End ``enter``, and look for roots again if the session did before."""
@@ -364,9 +339,9 @@ class Seams:
 
     def _next(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def read(iterator: Any) -> Any:
-            if not self._readers:
+            if not self.readers:
                 return plain(iterator)
-            return self._readers[-1](iterator, lambda: plain(iterator))
+            return self.readers[-1](iterator, lambda: plain(iterator))
 
         def following(iterator: Any) -> Any:
             started = time.perf_counter()

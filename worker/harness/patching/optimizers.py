@@ -29,9 +29,10 @@ from autofit.strategies.base import (
     Undo,
     View,
 )
+from autofit.strategies.support.parameter_groups import parameters
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.patching.step_in_backward import Release
-from autofit.worker.harness.torch_state.undo import take_back
+from autofit.worker.harness.torch_state.undo import take_back, temporarily, together
 
 Changes = tuple[tuple[Strategy, str], ...]
 """The part of a plan that changes optimizers."""
@@ -150,11 +151,8 @@ class HarnessOptimizer:
         """Step under the plan; return the loss of the script's closure."""
         optimizer, self._plain = self.optimizer, plain
         if not self._steppers and self._release is None:
-            self.runs = True
-            try:
+            with temporarily(self, "runs", True):
                 return plain(optimizer, *args, **kwargs)
-            finally:
-                self.runs = False
         closure = args[0] if args else kwargs.get("closure")
         loss = None
         if closure is not None:
@@ -203,19 +201,13 @@ class HarnessOptimizer:
 
         def with_view(optimizer: Optimizer, document: dict[str, Any]) -> dict[str, Any]:
             state = document["state"]
-            for index, parameter in enumerate(_parameters(optimizer)):
+            for index, parameter in enumerate(parameters(optimizer)):
                 if state.get(index):
                     state[index] = view(parameter, state[index])
             return document
 
         handle = self.optimizer.register_state_dict_post_hook(with_view)
-        undo_pickles = self._in_pickles(self._views, view)
-
-        def undo() -> None:
-            handle.remove()
-            undo_pickles()
-
-        return undo
+        return together(self._in_pickles(self._views, view), handle.remove)
 
     def around_pickle(self, context: Context) -> Undo:
         """Pickle and copy the optimizer inside ``context``."""
@@ -224,7 +216,7 @@ class HarnessOptimizer:
     def shard_state(self, weights: Shards | None = None) -> Undo:
         """Keep on each rank only the state of the parameters that it steps, or of their parts."""
         if self._shard is None:
-            raise Refused("there is one process, which keeps the whole state")
+            raise Refused("there is only one process, so the state cannot be sharded")
         return self._shard(self, weights)
 
     def _in_pickles(self, held: list[Any], new: Any) -> Undo:
@@ -314,7 +306,7 @@ class Optimizers:
         """Return the optimizers with parameters of the roots, without those that hold another."""
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
         steps = (each for each in self._made if not _has_another(each))
-        return [each for each in steps if any(id(p) in own for p in _parameters(each))]
+        return [each for each in steps if any(id(p) in own for p in parameters(each))]
 
     def prepare(self) -> bool:
         """Apply the present plan to the existing optimizers of the roots' parameters.
@@ -333,7 +325,7 @@ class Optimizers:
             return False
         own = {id(p) for module in self._owner.modules() for p in module.parameters()}
         for optimizer in found:
-            if any(id(p) in own for p in _parameters(optimizer)):
+            if any(id(p) in own for p in parameters(optimizer)):
                 self._handle(optimizer).apply(plan)
         return True
 
@@ -430,8 +422,8 @@ def _with_hooked_steps(cls: type[Optimizer]) -> Iterable[type[Optimizer]]:
 def _has_another(optimizer: Optimizer) -> bool:
     """Return whether an inner optimizer steps the same parameters, as in SAM."""
     held = _held_by(optimizer)
-    own = {id(p) for p in _parameters(optimizer)} if held else set()
-    return any(id(p) in own for each in held for p in _parameters(each))
+    own = {id(p) for p in parameters(optimizer)} if held else set()
+    return any(id(p) in own for each in held for p in parameters(each))
 
 
 def _held_by(optimizer: Optimizer) -> list[Optimizer]:
@@ -439,11 +431,6 @@ def _held_by(optimizer: Optimizer) -> list[Optimizer]:
     return [each for each in held if each is not optimizer]
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters in the order in which ``state_dict`` numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _versions(optimizer: Optimizer) -> int:
     """Return a number that increases when a parameter changes."""
-    return sum(0 if each.is_inference() else each._version for each in _parameters(optimizer))
+    return sum(0 if each.is_inference() else each._version for each in parameters(optimizer))

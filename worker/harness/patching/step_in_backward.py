@@ -11,8 +11,6 @@ its step, adds a second gradient, or changes a setting of the optimizer in betwe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Aside
+from autofit.strategies.support.parameter_groups import parameters, without
 from autofit.worker.harness.patching.observers import Seams
+from autofit.worker.harness.torch_state.undo import temporarily
 
 READ = "the script reads the gradients between its backward and its step: it clips or logs them"
-AGAIN = "a second gradient comes before the optimizer's step"
+AGAIN = "a second gradient arrives before the optimizer's step"
 TOGETHER = 32 << 20
 """Most bytes of gradients that step together. A step costs some 0.2 ms of Python and kernel
 launches, whatever its size."""
@@ -88,16 +88,14 @@ class Release:
         """Step the parameters that have not stepped in backward."""
         optimizer = self._handle.optimizer
         self._waiting.clear()
-        with self._by_us():
+        with temporarily(self, "_ours", True):
             if self._stepped:
                 if not _alike(self._settings, _settings(optimizer)):
                     raise Refused(RATES, self._strategy)
-                if any(
-                    p.grad is not None for p in _parameters(optimizer) if id(p) in self._stepped
-                ):
+                if any(p.grad is not None for p in parameters(optimizer) if id(p) in self._stepped):
                     raise Refused(AGAIN, self._strategy)
             if self._aside is not None:  # the last chunk may not use every parameter
-                for parameter in _parameters(optimizer):
+                for parameter in parameters(optimizer):
                     self._aside.bring(parameter)
             self._handle.take()
         self._stepped.clear()
@@ -113,7 +111,7 @@ class Release:
             return
         self._forget()
         self._groups = found
-        trained = [p for p in _parameters(optimizer) if p.requires_grad]
+        trained = [p for p in parameters(optimizer) if p.requires_grad]
         self._most = min(TOGETHER, sum(p.nbytes for p in trained) // PART)
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
 
@@ -127,7 +125,7 @@ class Release:
             raise Refused("the script differentiates gradients (create_graph)", self._strategy)
         if id(parameter) in self._stepped:
             raise Refused(AGAIN, self._strategy)
-        with self._by_us():
+        with temporarily(self, "_ours", True):
             if self._seams.parts_follow:
                 if self._aside is not None:
                     self._aside.put(parameter)
@@ -147,7 +145,8 @@ class Release:
             self._settings = _settings(optimizer)
         for parameter in complete.values():
             self._seams.handler.parameter_steps(optimizer, parameter)
-        with self._stepping(), alone(optimizer, complete):
+        others = {id(each) for each in parameters(optimizer)} - complete.keys()
+        with temporarily(self, "steps", True), without(optimizer, others):
             self._handle.take()
         self._stepped.update(complete)
         for parameter in complete.values():
@@ -157,40 +156,6 @@ class Release:
     def _read(self, parameter: nn.Parameter) -> None:
         if self._stepped and not self._ours and id(parameter) in self._groups:
             raise Refused(READ, self._strategy)
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self.steps = True
-        try:
-            yield
-        finally:
-            self.steps = False
-
-    @contextmanager
-    def _by_us(self) -> Iterator[None]:
-        self._ours = True
-        try:
-            yield
-        finally:
-            self._ours = False
-
-
-@contextmanager
-def alone(optimizer: Optimizer, some: Container[int]) -> Iterator[None]:
-    """Restrict ``optimizer`` to the parameters whose ``id`` is in ``some``."""
-    whole = [each["params"] for each in optimizer.param_groups]
-    for each in optimizer.param_groups:
-        each["params"] = [parameter for parameter in each["params"] if id(parameter) in some]
-    try:
-        yield
-    finally:
-        for each, params in zip(optimizer.param_groups, whole, strict=True):
-            each["params"] = params
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -33,7 +33,14 @@ class WeightViews:
         pair = view, load
         self._views.append(pair)
         if not self._undos:
-            self._attach()
+            wrap = self._patches.wrap
+            self._undos = [
+                wrap(nn.Module, "state_dict", self._state_dict),
+                wrap(nn.Module, "_save_to_state_dict", self._save),
+                wrap(nn.Module, "_load_from_state_dict", self._load),
+                wrap(nn.Parameter, "__deepcopy__", self._copy),
+                wrap(nn.Parameter, "__reduce_ex__", self._reduce),
+            ]
 
         def undo() -> None:
             self._views.remove(pair)
@@ -54,16 +61,6 @@ class WeightViews:
         """Return a parameter, or its values as the script sees them, on its device."""
         values = self.seen(parameter, here=True)
         return parameter if values is None else values
-
-    def _attach(self) -> None:
-        wrap = self._patches.wrap
-        self._undos = [
-            wrap(nn.Module, "state_dict", self._state_dict),
-            wrap(nn.Module, "_save_to_state_dict", self._save),
-            wrap(nn.Module, "_load_from_state_dict", self._load),
-            wrap(nn.Parameter, "__deepcopy__", self._copy),
-            wrap(nn.Parameter, "__reduce_ex__", self._reduce),
-        ]
 
     def _state_dict(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -85,8 +85,9 @@ class ScriptLifecycle:
         """Report the error that ended the script, without our frames in its traceback."""
         if isinstance(error, NotTakenBack):
             error = error.error
-        index = self._session.index if self._session is not None else 0
-        held = self._allocated()
+        session = self._session
+        index = session.index if session else 0
+        held = self._meter.current() if "torch" in sys.modules else None
         checked = in_check(error)
         where = None if checked else frames.place(error)
         fault = error_source.fault_of(error, self._plan(index))
@@ -97,13 +98,13 @@ class ScriptLifecycle:
         short = self._meter.short()
         found = classify(error)
         out_of_memory = found.kind is Kind.OOM or (short and found.kind is Kind.SUSPECT)
-        if out_of_memory and self._session is not None:
-            self._session.describe_uncalled_model(error)
-            if self._reporter.rank and self._session.roots:
+        if out_of_memory and session is not None:
+            session.describe_uncalled_model(error)
+            if self._reporter.rank and session.roots:
                 # The leading rank may be killed before it reports what all have learned.
-                self._reporter.send(Learned(facts=self._session.facts))
-        if self._fake_gpu is not None and self._session is not None:
-            self._session.script_failed()
+                self._reporter.send(Learned(facts=session.facts))
+        if self._fake_gpu is not None and session is not None:
+            session.script_failed()
         frames.strip_our_frames(error)
         text = _traceback_text(error)
         if isinstance(error, Refused):
@@ -126,27 +127,21 @@ class ScriptLifecycle:
                 kind=found.kind.value,
                 message=message,
                 traceback=text,
-                phase=CHECK if checked else self._phase(),
+                phase=CHECK if checked else session.phase if session else "outside the model",
                 requested=found.requested,
                 blamed=culprit,
                 own=own,
                 corroborated=short,
-                steps=self._session.steps if self._session is not None else 0,
+                steps=session.steps if session else 0,
                 place=where,
                 held=held,
-                started=self._session is None or bool(self._session.roots),
+                started=session is None or bool(session.roots),
                 room=self._meter.available() if "torch" in sys.modules else None,
-                micro_batch=self._session.size if self._session is not None else None,
-                checkpointing=self._session.checkpointing if self._session is not None else None,
+                micro_batch=session.size if session else None,
+                checkpointing=session.checkpointing if session else None,
                 follows=found.follows,
             )
         )
-
-    def _phase(self) -> str:
-        return self._session.phase if self._session is not None else "outside the model"
-
-    def _allocated(self) -> int | None:
-        return self._meter.current() if "torch" in sys.modules else None
 
     def _plan(self, index: int) -> Plan:
         plans = self._spec.request.plans if self._session is None else self._session.plans()

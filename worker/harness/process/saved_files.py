@@ -45,7 +45,7 @@ class SavedFiles:
         ``checkpoints``: report the checkpoints too.
         """
         if not checkpoints:
-            sys.addaudithook(self._heard_first)
+            sys.addaudithook(lambda *given: None if self._wrote else self._heard(*given))
             import_hooks.after_import("torch", self._watch_torch_saves)
             return
         sys.addaudithook(self._heard)
@@ -69,10 +69,6 @@ class SavedFiles:
         if name.endswith(CHECKPOINTS):
             self._written.pop(name, None)
             self._written[name] = None
-
-    def _heard_first(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self._wrote:
-            self._heard(event, args)
 
     def _heard(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and (

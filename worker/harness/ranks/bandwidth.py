@@ -8,13 +8,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from autofit.facts import Bandwidth
+from autofit.facts import HOST, Bandwidth
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
 
-MESSAGE = {"cuda": 64 << 20, "cpu": 8 << 20}
-"""Bytes of a message, by device. Gradients are summed in messages of 32 MiB (``reduction.py``)."""
+MESSAGE = 64 << 20
+"""Bytes of a message. Gradients are summed in messages of 32 MiB (``reduction.py``)."""
+CPU_MESSAGE = 8 << 20
+"""Bytes of a message between ranks that share the host's memory."""
 LEAST = 4
 """A message may be smaller by this factor if memory is scarce; then nothing is measured."""
 SHARE = 4
@@ -29,9 +31,10 @@ def measure(group: RankGroup, meter: Meter) -> Bandwidth | None:
     All ranks call it at the same time, and all get the same result: that of the slowest rank. The
     buffers are freed, and the peak of ``meter`` does not show them.
     """
-    started = meter.device == "cpu" or accelerator.started()
+    apart = meter.device != HOST
+    started = not apart or accelerator.started()
     free = group.meet("the memory for a message", _free(meter) if started else 0)
-    size = _size(MESSAGE[meter.device], min(free), group.size)
+    size = _size(MESSAGE if apart else CPU_MESSAGE, min(free), group.size)
     if not size:
         return None
     before = meter.peak()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from autofit.strategies.base import Undo
 from autofit.worker.harness.patching.patches import Patches
+from autofit.worker.harness.torch_state.undo import temporarily
 
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
 Kernel = Callable[..., torch.Tensor]
 
 
@@ -24,34 +26,25 @@ class SharedStatistics:
 
     def __init__(self, patches: Patches, module: nn.Module) -> None:
         """``module``: the model; the statistics are kept by its BatchNorms."""
-        self._keepers = [weakref.ref(each) for each in module.modules() if _is_batch_norm(each)]
+        norms = (each for each in module.modules() if isinstance(each, BATCH_NORM))
+        self._keepers = [weakref.ref(each) for each in norms]
         self._together = False
         """The running call is divided among ranks."""
         self._by_sample = False
         """A check compares parts of a batch, whose statistics would differ."""
         self.remove: Undo = patches.wrap(functional, "batch_norm", self._wrap)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Within this context, all ranks compute the statistics of their samples together."""
-        before, self._together = self._together, True
-        try:
-            yield
-        finally:
-            self._together = before
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which all ranks compute their samples' statistics together."""
+        return temporarily(self, "_together", True)
 
-    @contextmanager
-    def by_sample(self) -> Iterator[None]:
-        """Within this context, fixed statistics replace those of the batch.
+    def by_sample(self) -> AbstractContextManager[None]:
+        """Return a context in which fixed statistics replace those of the batch.
 
         If a check then finds that the model treats each sample by itself, BatchNorm alone joins
         samples, and ``together`` gives it the whole batch's statistics.
         """
-        before, self._by_sample = self._by_sample, True
-        try:
-            yield
-        finally:
-            self._by_sample = before
+        return temporarily(self, "_by_sample", True)
 
     def saved(self) -> Undo:
         """Return what puts the kept statistics back as they are now."""
@@ -101,11 +94,7 @@ class SharedStatistics:
 
 def has_batch_norm(module: nn.Module) -> bool:
     """Return whether a model has a BatchNorm."""
-    return any(map(_is_batch_norm, module.modules()))
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+    return any(isinstance(each, BATCH_NORM) for each in module.modules())
 
 
 def _fixed(input: torch.Tensor, running: torch.Tensor | None, default: float) -> torch.Tensor:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from autofit.exceptions import Refused, WorkerError
 from autofit.strategies import RANKS, SHARDING
 from autofit.strategies.base import Shards
+from autofit.worker import meter
 from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import LOOPBACK, Meeting
 
@@ -41,6 +42,7 @@ TRUTHFUL = ("torch.distributed.", "torch.nn.parallel.", "autofit.worker.harness.
 _ALONE: dict[str, Any] = {"is_initialized": False, "get_rank": 0, "get_world_size": 1}
 _SHORT = 1000
 """Bytes that a message of a meeting usually needs; a longer one takes a second exchange."""
+_GLOO = "gloo"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -194,7 +196,7 @@ def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
     if group is not None:
         return group
     if not shards.on_host:
-        raise Refused("there is one process, which keeps the whole weights")
+        raise Refused("there is only one process, so the weights cannot be sharded")
     if not _of_one and dist.is_initialized():
         raise Refused(OWN_GROUP, SHARDING)
     return RankGroup.of_one(accelerator.device())
@@ -203,7 +205,9 @@ def sharing(group: RankGroup | None, shards: Shards) -> RankGroup:
 def _connect(rank: int, size: int, store: Any, device: str, address: str = LOOPBACK) -> None:
     """Connect to the other ranks, and hide that from the script; rank 0's host has ``address``."""
     global connected
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = _GLOO
+    if (of_device := meter.kind(device).backend) != _GLOO:
+        backend = f"cpu:{_GLOO},{device}:{of_device}"
     hook = sys.excepthook  # torch's would print the rank before each line of a traceback
     with _towards(address):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
@@ -250,7 +254,7 @@ def _close(device: str, process: int) -> None:
         return
     time.sleep(LAST_TENSORS)
     with suppress(Exception):
-        if device == "cuda":
+        if meter.kind(device).backend != _GLOO:
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()

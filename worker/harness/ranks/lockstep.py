@@ -24,7 +24,8 @@ OTHER_LABELS = (
     "the script's data is not the same in every process, and its labels do not pass through the "
     "model: seed its generators (such as np.random.default_rng), or train on one GPU"
 )
-OTHER_PARAMETERS = "the script trains other parameters on each rank"
+OTHER_ARGUMENTS = "the ranks call the model with different arguments"
+OTHER_PARAMETERS = "the ranks train different parameters"
 FEW = 3
 """Calls at the start that are compared."""
 SHARE = 1 / 64
@@ -91,14 +92,18 @@ def same_arguments(
     said = group.meet(f"a call of {name}", (_own(group, told), own))
     first: list[Any] = said[0][0]
     if len(first) != len(batch.leaves):
-        raise Refused("the ranks call the model with other arguments", RANKS)
+        raise Refused(OTHER_ARGUMENTS, RANKS)
     if compare and all(_alike(each, said[0][1]) for _, each in said):
         return batch, True
     leaves = []
     for leaf, (kind, value) in zip(batch.leaves, first, strict=True):
         if kind == "tensor":
             shape, dtype = value
-            leaf = _memory_for(leaf, shape, dtype) if group.rank else leaf.detach().contiguous()
+            if not isinstance(leaf, torch.Tensor):
+                raise Refused(OTHER_ARGUMENTS, RANKS)
+            there = leaf.device
+            leaf = leaf.detach().contiguous()
+            leaf = torch.empty(shape, dtype=dtype, device=there) if group.rank else leaf
             group.broadcast(leaf)
         elif kind == "value":
             leaf = value
@@ -129,13 +134,6 @@ def _described(leaf: Any) -> tuple[str, Any]:
         return "value", pickle.loads(pickle.dumps(leaf))
     except Exception:  # noqa: BLE001 - an object of the script
         return "own", None
-
-
-def _memory_for(leaf: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return new memory for rank 0's argument, on the device of this rank's."""
-    if not isinstance(leaf, torch.Tensor):
-        raise Refused("the ranks call the model with other arguments", RANKS)
-    return torch.empty(shape, dtype=dtype, device=leaf.device)
 
 
 @contextmanager

@@ -27,9 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from autofit.strategies.base import Undo
+from autofit.strategies.support.device import on_accelerator
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.torch_state.host_saved import host_bytes
+from autofit.worker.harness.torch_state.undo import together
 from autofit.worker.meter import accelerator
 
 SHARE = 0.5
@@ -128,19 +130,13 @@ class PagedParameters:
     def attach(self) -> Undo:
         """Count the parameters that modules register, receive or copy from now on."""
         patches = self._seams.patches
-        undos = [
+        return together(
             register_module_parameter_registration_hook(lambda *given: self.add(given[2])).remove,
             patches.wrap(nn.Module, "_apply", self._moves),
             patches.wrap(nn.Parameter, "__deepcopy__", self._copies),
-        ]
-
-        def undo() -> None:
-            self._stop()
-            self._pages.clear()
-            while undos:
-                undos.pop()()
-
-        return undo
+            self._pages.clear,
+            self._stop,
+        )
 
     def add(self, tensor: torch.Tensor | None) -> None:
         """Count the memory of a parameter; page others out if it is too much."""
@@ -275,7 +271,8 @@ class PagedParameters:
         if page.changed:
             whole, own, rest = self._parts(storage)
             if page.own is None:
-                page.own = host_bytes(len(own) + len(rest), pinned=storage.device.type == "cuda")
+                pinned = on_accelerator(storage.device)
+                page.own = host_bytes(len(own) + len(rest), pinned=pinned)
             page.own[: len(own)].copy_(own)
             page.own[len(own) :].copy_(rest)
             page.changed = False

@@ -13,7 +13,7 @@ from torch import nn
 from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
 
-STALE = "the script keeps a parameter in a variable from before the weights were sharded"
+STALE = "the script uses a parameter that it stored in a variable before the weights were sharded"
 
 
 class StaleParameter(nn.Parameter):
@@ -43,7 +43,9 @@ def replace_parameters(new: Mapping[nn.Parameter, torch.Tensor]) -> None:
             if id(holder) in ours or id(holder) in replaced or isinstance(holder, FrameType):
                 continue
             if isinstance(holder, tuple):
-                changed = _tuple(holder, replaced)
+                values = [_new(each, replaced) for each in holder]
+                named = getattr(type(holder), "_make", None)
+                changed = (named or type(holder))(values)
                 pair = holder, changed
                 replaced[id(holder)] = pair
                 ours |= {id(pair), id(changed)}
@@ -61,14 +63,6 @@ def drop_values(parameters: Iterable[torch.Tensor]) -> None:
     """Free the memory of parameters that others replace."""
     for each in parameters:
         each.data = torch.empty(0, dtype=each.dtype, device=each.device)
-
-
-def _tuple(holder: tuple[Any, ...], replaced: Mapping[int, tuple[Any, Any]]) -> tuple[Any, ...]:
-    values = [_new(each, replaced) for each in holder]
-    made: tuple[Any, ...] = (
-        type(holder)._make(values) if hasattr(holder, "_make") else type(holder)(values)
-    )
-    return made
 
 
 def _new(value: Any, replaced: Mapping[int, tuple[Any, Any]]) -> Any:

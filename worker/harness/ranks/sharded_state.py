@@ -27,10 +27,11 @@ from autofit.strategies.support.parameter_groups import parameters, without
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.reduction import buckets
+from autofit.worker.harness.torch_state.undo import together
 
 INSIDERS = ("torch.optim.", "autofit.")
 """Prefixes of the modules that see the state as it is stored; all others see the whole state."""
-COMPILED = "the script compiles the step of its optimizer, or steps it in another way"
+COMPILED = "the script compiles its optimizer's step, or calls it in an unknown way"
 SCALED = "the script's fused optimizer takes gradients that are scaled; use fused=False"
 
 State = dict[str, Any]
@@ -127,17 +128,11 @@ class ShardedState:
             optimizer.register_state_dict_post_hook(self._give_back, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._only_own, prepend=True),
         )
-        undos = [
+        return together(
             *(hook.remove for hook in hooks),
             handle.around_pickle(lambda: self._whole(reference())),
             handle.around_step(self.step),
-        ]
-
-        def undo() -> None:
-            while undos:
-                undos.pop()()
-
-        return undo
+        )
 
     # --- steps -----------------------------------------------------------------------------
 
@@ -154,7 +149,7 @@ class ShardedState:
                 plain()
         said = self._group.meet(f"a step of {type(optimizer).__name__}", len(stepped))
         if len(set(said)) > 1:
-            raise Refused("the ranks have gradients of different parameters")
+            raise Refused("the ranks have gradients for different parameters")
         self._send(stepped)
 
     def _send(self, stepped: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +31,9 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
-from autofit.strategies.base import Forward, Shards, Undo, Wrapper
+from autofit.strategies.base import Forward, Root, Shards, Undo, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.support.device import on_accelerator
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters
@@ -43,35 +44,21 @@ from autofit.worker.harness.ranks.shared_call import (
 )
 from autofit.worker.harness.ranks.whole_tensors import WholeTensors
 from autofit.worker.harness.torch_state.graph import differentiated
-from autofit.worker.harness.torch_state.modules import hooks_of_script, is_paged
+from autofit.worker.harness.torch_state.modules import fsdp_groups, hooks_of_script, is_paged
 from autofit.worker.harness.torch_state.pytree import flatten
 
 OTHER_PARAMETERS = "the script has replaced or added parameters of the model"
-COMPILED = "the script compiles functions, which might use parameters that are sharded"
+COMPILED = "the script compiles functions that may use sharded parameters"
 HOOKS = "the script has hooks on parameters"
-OTHER_WAY = "the ranks have taken different ways through the model's blocks"
+OTHER_WAY = "the ranks called the model's blocks in different orders"
 MEMBERS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", STATE_KEY, REGISTRY_KEY)
 """Attributes that ``fully_shard`` sets on modules and needs for the compiler only."""
-
-
-class Owner(Protocol):
-    """What sharding needs of the root (``session.root.HarnessRoot``)."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-
-    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
-        """Put ``wrapper`` around each forward of the root."""
-
-    def around_call(self, module: Any, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each call of a submodule."""
 
 
 class ShardedWeights:
     """The sharded weights of one root. They stay sharded for the life of the process."""
 
-    def __init__(self, owner: Owner, whole: WholeTensors, shards: Shards) -> None:
+    def __init__(self, owner: Root, whole: WholeTensors, shards: Shards) -> None:
         self._owner = owner
         self._whole = whole
         self._shards = shards
@@ -188,7 +175,7 @@ class ShardedWeights:
             self._drop_outdated(module)
             args, kwargs = state._pre_forward(module, args, kwargs)
             self._versions.setdefault(module, _versions(state))
-        for group in _groups(state):
+        for group in fsdp_groups(state):
             _show_gathered(group)
         try:
             output = run(*args, **kwargs)
@@ -199,7 +186,7 @@ class ShardedWeights:
             if self._forwards and self._shards.gathers_twice:
                 # FSDP keeps what is gathered in a backward, because a checkpoint might run there.
                 # But a chunk runs its whole forward there, and would gather the whole model.
-                for group in _groups(state):
+                for group in fsdp_groups(state):
                     group.reshard()
         return output
 
@@ -209,7 +196,7 @@ class ShardedWeights:
         They are kept if no backward came after their forward, which would have dropped them.
         """
         state = self._states[module]
-        groups = _groups(state)
+        groups = fsdp_groups(state)
         if not any(group.is_unsharded for group in groups):
             self._versions.pop(module, None)
         elif self._versions.get(module) != _versions(state):
@@ -226,7 +213,7 @@ class ShardedWeights:
         root._device_handle.synchronize()
         for state in self._states.values():
             state._training_state = TrainingState.IDLE
-            for group in _groups(state):
+            for group in fsdp_groups(state):
                 group._training_state = TrainingState.IDLE
                 group._all_gather_result = None
                 group._post_forward_indices.clear()
@@ -245,7 +232,7 @@ class ShardedWeights:
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the parameters that a forward uses in place of the sharded ones."""
-        groups = (group for state in self._states.values() for group in _groups(state))
+        groups = (group for state in self._states.values() for group in fsdp_groups(state))
         return [each._unsharded_param for group in groups for each in group.fsdp_params]
 
     def _refuse_other_parameters(self) -> None:
@@ -268,7 +255,7 @@ class ShardedWeights:
         mesh = self._whole.mesh(device, self._shards.groups)
         policy = OffloadPolicy()
         if self._shards.on_host:
-            policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            policy = CPUOffloadPolicy(pin_memory=on_accelerator(device))
         precision = MixedPrecisionPolicy()
         if self._shards.half:  # gradients are summed as they are kept
             precision = MixedPrecisionPolicy(
@@ -304,7 +291,7 @@ class ShardedWeights:
             self._states[module]._lazy_init()
         for state in self._states.values():
             _remove_hooks(state)
-            for group in _groups(state):
+            for group in fsdp_groups(state):
                 _show_in_backward(group)
                 if mesh.size() == 1:
                     _free_sums(group)
@@ -380,18 +367,8 @@ def _scaled(value: Any, factor: float) -> Any:
     return value
 
 
-def _groups(state: Any) -> list[Any]:
-    """Return FSDP's groups of parameters of a module.
-
-    torch 2.11 has one a module, later releases may have several. A module whose blocks have all
-    parameters has none.
-    """
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in found if group is not None]
-
-
 def _parameters(state: Any) -> list[Any]:
-    return [each for group in _groups(state) for each in group.fsdp_params]
+    return [each for group in fsdp_groups(state) for each in group.fsdp_params]
 
 
 def _versions(state: Any) -> tuple[int, ...]:
@@ -448,7 +425,7 @@ def _remove_hooks(state: Any) -> None:
     """Remove what FSDP has registered on modules: its work is done around their calls."""
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    for group in _groups(state):
+    for group in fsdp_groups(state):
         for handle in (
             *group._module_to_pre_save_state_dict_hook_handle.values(),
             *group._module_to_pre_load_state_dict_hook_handle.values(),
@@ -475,7 +452,7 @@ def _refuse_what_is_not_sharded(module: nn.Module) -> None:
     parameters = list(module.parameters())
     reasons: dict[str, Callable[[torch.Tensor], bool]] = {
         "a part of the model is sharded already": lambda each: isinstance(each, DTensor),
-        "a parameter is of a class of its own": lambda each: type(each) is not nn.Parameter,
+        "a parameter has a class of its own": lambda each: type(each) is not nn.Parameter,
         "a parameter is a single number": lambda each: not each.dim(),
         "a parameter is not contiguous in memory": lambda each: not each.is_contiguous(),
         HOOKS: lambda each: bool(hooks_of_script(each)),

@@ -38,6 +38,7 @@ from autofit.worker.harness.torch_state.graph import differentiated, nodes_made
 from autofit.worker.harness.torch_state.modules import without_hooks_of_script
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.harness.torch_state.undo import temporarily
 from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.oom.classifier import Kind, classify
@@ -45,7 +46,7 @@ from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
-UNKNOWN_GRAPH = "its autograd graph has another shape than those that were verified"
+UNKNOWN_GRAPH = "its autograd graph differs from those that were verified"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
 
 
@@ -189,8 +190,6 @@ class DividedCalls:
         layout, reason = None, ""
         try:
             layout = find()
-            if not layout.fits(batch):
-                layout, reason = None, "the arguments do not all have the same number of samples"
         except Refused as refusal:
             reason = str(refusal)
         told = str(plain_layout(layout)) if layout is not None else None
@@ -200,7 +199,7 @@ class DividedCalls:
         alike = len(set(said)) == 1
         lacking = next((why for each, why in said if each is None), None)
         if lacking is None and not alike:
-            raise Refused("the ranks have found different ways to divide a call", RANKS)
+            raise Refused("the ranks would divide a call differently", RANKS)
         self._agreed = said[0] if alike else None
         return (layout, "") if lacking is None else (None, lacking)
 
@@ -348,12 +347,8 @@ class SharedCall:
         self._arguments = [leaves[index] for index in self._inputs]
         args, kwargs = self._batch.call(leaves)
         draws = own_draws(self._root.group) if self._layout.draws else nullcontext()
-        self._root.runs_slice = True
-        try:
-            with self._together(), draws:
-                output = self._run(*args, **kwargs)
-        finally:
-            self._root.runs_slice = False
+        with temporarily(self._root, "runs_slice", True), self._together(), draws:
+            output = self._run(*args, **kwargs)
         outputs, spec = flatten(output)
         if self._compared:
             refuse_unknown_tensors(outputs, (*self._trained(), *self._arguments))
@@ -382,7 +377,7 @@ class SharedCall:
         """
         group = self._root.group
         if any(len(each) != len(self._layout.joins) for each in said):
-            raise Refused("the model's output has another structure for a part of the batch")
+            raise Refused("the structure of the model's output differs for a part of the batch")
         self._tracked = [
             i
             for i, column in enumerate(zip(*said, strict=True))

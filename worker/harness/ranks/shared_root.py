@@ -27,8 +27,8 @@ from autofit.worker.harness.ranks.lockstep import (
     same_weights,
 )
 from autofit.worker.harness.ranks.shared_call import DividedCalls, Owner
-from autofit.worker.harness.torch_state.hf_cache import without_cache
-from autofit.worker.harness.torch_state.modules import transformed
+from autofit.worker.harness.torch_state.modules import transformed, without_cache
+from autofit.worker.harness.torch_state.undo import temporarily
 
 LEAST = 1 / 20
 """The share of a model's weights from which a submodule is worth the gathering of its output."""
@@ -145,7 +145,7 @@ class InnerRoots:
         self._divided, self._compared = [], compared
         divided = self._divided
         try:
-            with self._trying(tries):
+            with temporarily(self, "_tries", tries):
                 yield divided
         finally:
             self._divided = []  # the script may drop its model
@@ -159,14 +159,6 @@ class InnerRoots:
             if each is not module and not lookup and _count(each) >= max(1, LEAST * whole):
                 self._undos.append(self._calls.wrap(each, self._around(each)))
 
-    @contextmanager
-    def _trying(self, tries: bool) -> Iterator[None]:
-        before, self._tries = self._tries, tries
-        try:
-            yield
-        finally:
-            self._tries = before
-
     def _around(self, module: nn.Module) -> Wrapper:
         held = weakref.ref(module)
 
@@ -174,7 +166,7 @@ class InnerRoots:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if not self._tries or not torch.is_grad_enabled():
                     return run(*args, **kwargs)
-                with self._trying(False):
+                with temporarily(self, "_tries", False):
                     found = self._call(held(), run, Batch.of(args, kwargs))  # type: ignore[arg-type]
                 return found[0] if isinstance(found, tuple) else run(*args, **kwargs)
 

@@ -4,6 +4,7 @@ The parameters of a sharded model are ``DTensor``s, and so are their gradients. 
 of the values. Outside the model, backward passes and optimizer steps, a function of torch gets the
 whole values in place of a ``DTensor``, and returns plain tensors. So printed numbers, averages of
 weights and norms are those of one process. A change in place is stored in the parts.
+Optimizers step the parts; the script sees and loads whole states.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
+from autofit.strategies.base import OptimizerHandle, Undo
+from autofit.strategies.support import optimizer_classes
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.paged_parameters import paged_parameters
+from autofit.worker.harness.ranks.sharded_state import SCALED, State, why_not
+from autofit.worker.harness.torch_state.undo import together
 
 ATTRIBUTES_OF_PLACE = frozenset({"device", "is_cuda", "is_cpu"})
 """Attributes of a tensor that tell where it is, which may be the host."""
@@ -99,7 +105,7 @@ OF_MEMORY = frozenset(
     )
 )
 """Functions that need a plain tensor in the memory of one process."""
-PART_CHANGED = "the script changes a part of a parameter in place, and each rank has other parts"
+PART_CHANGED = "the script changes a part of a parameter in place, but the parameters are sharded"
 
 _held: WeakKeyDictionary[RankGroup, WholeTensors] = WeakKeyDictionary()
 
@@ -362,3 +368,38 @@ def _followed() -> Iterator[None]:
 def _memory(tensor: torch.Tensor) -> int | None:
     strided = tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
     return tensor.untyped_storage().data_ptr() if strided else None
+
+
+def follow_weights(handle: OptimizerHandle, whole: WholeTensors) -> Undo:
+    """Let an optimizer step sharded parameters from now on; raise ``Refused`` if it cannot."""
+    optimizer = handle.optimizer
+    if reason := why_not(optimizer, optimizer_classes.ELEMENTWISE):
+        raise Refused(reason)
+
+    def step(optimizer: Any, plain: Callable[[], None]) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise Refused(SCALED)
+        whole.check()
+        _keep_own_parts(optimizer, whole)
+        with whole.by_parts():
+            plain()
+
+    def show(parameter: Any, state: State) -> State:
+        return {
+            name: whole.on_host(value) if isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
+
+    hook = optimizer.register_load_state_dict_post_hook(lambda each: _keep_own_parts(each, whole))
+    return together(hook.remove, handle.show_state(show), handle.around_step(step))
+
+
+def _keep_own_parts(optimizer: Optimizer, whole: WholeTensors) -> None:
+    """Keep this rank's part of each state that was loaded, or that was there before."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor):
+            continue
+        for name, value in state.items():
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if plain and value.dim() and value.shape == parameter.shape:
+                state[name] = whole.part(value, parameter)

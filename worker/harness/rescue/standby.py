@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -40,7 +41,6 @@ from autofit.worker.harness.batch.chunked_root import ChunkedRoot
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.gradient_reads import Marks, marks
 from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
-from autofit.worker.harness.rescue.state_changes import Noted, StateChanges
 from autofit.worker.harness.torch_state.graph import (
     Edge,
     edges_of,
@@ -49,9 +49,9 @@ from autofit.worker.harness.torch_state.graph import (
     walk,
 )
 from autofit.worker.harness.torch_state.guarded import beside
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
-from autofit.worker.harness.torch_state.modules import version_of
+from autofit.worker.harness.torch_state.module_state import PLAIN_TYPES
+from autofit.worker.harness.torch_state.modules import version_of, without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.oom.attempt import attempt
@@ -63,16 +63,84 @@ LOST = "a shortage of memory in this model ends the run"
 UNUSUAL = "the script calls torch.autograd.grad, or keeps a graph for another backward"
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Some state of a model at one time."""
+
+    buffers: list[torch.Tensor]
+    copies: list[torch.Tensor]
+    values: list[tuple[dict[str, Any], str, Any]]
+    """The attributes of a module, the name of one, and its value."""
+
+    @classmethod
+    def now(cls, buffers: list[torch.Tensor], places: list[tuple[dict[str, Any], str]]) -> Noted:
+        """Copy the buffers and the attributes at ``places``."""
+        copies = [torch.empty_like(each) for each in buffers]
+        if buffers:
+            torch._foreach_copy_(copies, [each.detach() for each in buffers])
+        return cls(buffers, copies, [(own, name, own.get(name)) for own, name in places])
+
+    def restore(self) -> None:
+        """Put everything back as it was then."""
+        for each, copy in zip(self.buffers, self.copies, strict=True):
+            if not torch.equal(each, copy):  # an open graph may have saved it
+                each.detach().copy_(copy)
+        for own, name, value in self.values:
+            own[name] = value
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put everything back within the context."""
+        present = Noted.now(self.buffers, [(own, name) for own, name, _ in self.values])
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()
+
+
+class StateChanges:
+    """Notes what the calls of one model change: a call that runs again must change it only once.
+
+    These are buffers, such as running statistics, and plain attributes, such as a count of calls.
+    The first call shows which, so later calls copy no others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [each for each in module.buffers() if not each.is_inference()]
+        self._places = [
+            (vars(each), name)
+            for each in module.modules()
+            for name, value in vars(each).items()
+            if type(value) in PLAIN_TYPES
+        ]
+        self._known = False
+
+    def note(self) -> Noted:
+        """Return the state before a call."""
+        return Noted.now(self._buffers, self._places)
+
+    def called(self, before: Noted) -> None:
+        """Learn from the first call what calls change; ``before``: the state before it."""
+        if self._known:
+            return
+        pairs = zip(before.buffers, before.copies, strict=True)
+        self._buffers = [each for each, copy in pairs if not torch.equal(each, copy)]
+        self._places = [
+            (own, name) for own, name, value in before.values if own.get(name) is not value
+        ]
+        self._known = True
+
+
 class RescuedRoot(Protocol):
     """What the rescue needs of a root."""
+
+    chunked: ChunkedRoot | None
+    """Runs the root in chunks; ``None`` where it runs whole."""
 
     @property
     def module(self) -> nn.Module:
         """The model."""
-
-    @property
-    def chunked(self) -> ChunkedRoot | None:
-        """Runs the root in chunks; ``None`` where it runs whole."""
 
     @property
     def forward(self) -> Forward:
@@ -276,7 +344,7 @@ class Standby:
             outcome = attempt(partial(self._split_root, call, error, phase))
         except Refused as refusal:
             return str(refusal)
-        return "" if outcome.fits else "memory has no room to verify a split"
+        return "" if outcome.fits else "memory is too small to verify a split"
 
     def _split_root(self, call: PlainCall, error: BaseException, phase: str) -> None:
         if self._unusual:
@@ -285,7 +353,7 @@ class Standby:
         with inside(self._seams), torch.enable_grad():
             layout = root.layout(batch)
         if layout.updates:
-            raise Refused("the model counts its calls, and this one has been counted already")
+            raise Refused("the model counts its calls, and has counted this one already")
         size = layout.size(batch)
         if size < 2:
             raise Refused("a single sample cannot be split")
@@ -369,25 +437,27 @@ class Standby:
 
     def _refuse_unless_complete(self, graph: Graph, calls: Sequence[PlainCall]) -> None:
         if graph.leaves:
-            raise Refused("the gradients do not come through the model's output alone")
+            raise Refused("the loss uses parameters directly, not only the model's output")
         if {id(call) for call in graph.used} != {id(call) for call in calls}:
-            raise Refused("it ran out before the gradients had reached the model")
+            raise Refused("memory ran out before backward reached the model")
         for call, outputs in graph.used.items():
             if call.batch is None or (call.splits and call.root.chunked is not None):
                 raise Refused("the model was called several times before this backward pass")
             if not call.noted:
-                raise Refused("the model's output cannot be followed")
+                raise Refused("autofit cannot follow the model's output")
             if call.drops_cache() and max(outputs) >= call.in_place:
                 raise Refused("an output that the loss uses comes after a cache")
             if not outputs <= call.cotangents.keys():
-                raise Refused("it ran out before the gradients had reached the model")
+                raise Refused("memory ran out before backward reached the model")
             if any(_needs_gradient(leaf) for leaf in call.batch.leaves):
                 raise Refused("the model's arguments need gradients too")
             changed = call.versions != self._versions(call.root, call.batch)
             if changed or call.training != call.root.module.training:
                 raise Refused("the weights, the batch or the mode changed since forward")
             if graph.inner_leaves - {id(t) for t in _tensors(call.root.module)}:
-                raise Refused("the gradients lead elsewhere than to the model's parameters")
+                raise Refused(
+                    "the gradients also reach tensors that are not the model's parameters"
+                )
 
     def _finish(self, call: PlainCall, graph: Graph, missing: set[int]) -> None:
         chunked, batch = call.root.chunked, call.without_cache()
@@ -450,7 +520,7 @@ class Graph:
             made = _output_at(edge)
             if made is not None and made[1] in self.used.get(made[0], ()):
                 raise Refused(
-                    "an output of the model is made from another one that is used as well"
+                    "the loss uses an output of the model and another one computed from it"
                 )
             if (variable := variable_of(edge[0])) is not None:
                 self.inner_leaves.add(id(variable))
@@ -489,23 +559,18 @@ def _freed(packed: None) -> torch.Tensor:
     raise RuntimeError("memory ran out in a backward pass through this graph: autofit freed it")
 
 
-class _with_reason:
-    """Raises the shortage again, with the reason added, if the rescue is refused or fails."""
-
-    def __init__(self, failure: BaseException, is_shortage: Callable[[BaseException], bool]):
-        self._failure = failure
-        self._is_shortage = is_shortage
-
-    def __enter__(self) -> None:
-        """Nothing."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        if not self._is_shortage(error):
+@contextlib.contextmanager
+def _with_reason(
+    failure: BaseException, is_shortage: Callable[[BaseException], bool]
+) -> Iterator[None]:
+    """Raise the shortage again, with the reason added, if the rescue is refused or fails."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the shortage is raised in its place
+        if not is_shortage(error):
             reason = error if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-            self._failure.add_note(f"autofit could not go on in smaller parts: {reason}")
-        raise self._failure from None
+            failure.add_note(f"autofit could not go on in smaller parts: {reason}")
+        raise failure from None
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

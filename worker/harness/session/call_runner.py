@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.batch.lazy_output import materialize
+from autofit.worker.harness.batch.late_output import materialize
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers
@@ -31,25 +31,51 @@ OUTSIDE = "outside the model"
 TRANSFORMED = "the script calls the model inside a transform of torch.func"
 
 
-class CallOwner(Protocol):
-    """What the runner of calls needs of its session."""
+class CallRunner:
+    """A session, as far as it runs the calls of its roots. Subclasses make the decisions."""
 
     meter: Meter
+    phases: Phases
+    """Where the time of this process goes."""
     seams: Seams
     reads: ReadBeforeStep
     optimizers: Optimizers
     roots: list[HarnessRoot]
     steps: int
-    phases: Phases
+    """Steps of the leading optimizer."""
+    phase = OUTSIDE
+    """What the script does now, for reports of errors."""
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Return every plan that this session may apply."""
+        raise NotImplementedError
+
+    def optimizer_plan(self) -> Plan:
+        """Return the plan for the next optimizer step."""
+        return self.plans()[0]
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan that ``root`` should run under now."""
+        return self.optimizer_plan()
 
-    def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
-        """Apply a new plan; raise ``Refused`` with the reason if it is impossible."""
+    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
+        """Respond to a strategy that cannot keep its promise on ``root``."""
+        raise refusal
 
-    def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
-        """Learn the facts of a root from its first call."""
+    def shortage(self, found: OutOfMemory) -> None:
+        """Notice that memory ran out; the step continues in smaller chunks if it can."""
+        raise NotImplementedError
+
+    def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
+        """Respond to a shortage while a plan was undone: the model is in no defined state."""
+        raise failure.error
+
+    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
+        """Return whether a failed call runs again under another plan."""
+        return False
+
+    def call_succeeded(self, root: HarnessRoot) -> None:
+        """Notice that a call with gradients succeeded."""
 
     def call_begins(self) -> None:
         """Notice that a call with gradients begins, before anything of it has run."""
@@ -61,51 +87,36 @@ class CallOwner(Protocol):
         self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Callable[[], Any]:
         """Return what runs a call of ``root`` in the place of ``run``, which it calls."""
+        return run
 
-    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
-        """Respond to a refusal: choose another plan, or raise."""
+    def call_failed(self) -> None:
+        """Notice that the script receives the error of a call or a backward pass."""
+
+    def can_shrink(self, phase: str) -> bool:
+        """Return whether a split call that ran out of memory continues in smaller chunks."""
+        return True
 
     def retry_after_shortage(self, error: Exception) -> bool:
         """Return whether a call that ran out of memory runs again."""
-
-    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
-        """Return whether a failed call runs again under another plan."""
+        return False
 
     def prepare_retry(self) -> None:
         """Choose the plan for the retry."""
 
-    def call_succeeded(self, root: HarnessRoot) -> None:
-        """Notice that a call with gradients succeeded."""
+    def turn_to(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Apply a new plan to ``root``; raise ``Refused`` with the reason if it is impossible."""
+        raise NotImplementedError
 
-    def call_failed(self) -> None:
-        """Notice that the script receives the error."""
+    def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        """Learn the facts of a root from its first call."""
+        raise NotImplementedError
 
-    def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
-        """Respond to a shortage while a plan was undone."""
-
-    def shortage(self, found: OutOfMemory) -> None:
-        """Notice that memory ran out."""
-
-    def can_shrink(self, phase: str) -> bool:
-        """Return whether a split call that ran out of memory continues in smaller chunks."""
-
-
-class CallRunner:
-    """Runs the calls of a session's roots."""
-
-    def __init__(self, owner: CallOwner) -> None:
-        self._owner = owner
-        self.phase = OUTSIDE
-        """What the script does now, for reports of errors."""
-
-    def enter(self, phase: str) -> None:
-        """Note what the script does from now on."""
-        self.phase = phase
+    # --- calls -----------------------------------------------------------------------------
 
     def call(self, root: HarnessRoot, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call that the script makes of a root."""
         args, kwargs = materialize((args, kwargs))
-        if self._owner.seams.inside:  # a call inside another root runs as the script has it
+        if self.seams.inside:  # a call inside another root runs as the script has it
             return root.own_call(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.phase = "evaluation"
@@ -113,19 +124,19 @@ class CallRunner:
             self.phase = OUTSIDE
             return output
         with self._undone(root):
-            self._owner.phases.enter(OTHER, after=FIRST_BATCH)
-            self._owner.call_begins()
+            self.phases.enter(OTHER, after=FIRST_BATCH)
+            self.call_begins()
             self.phase = "forward"
-            self._owner.reads.gradients_outdated()
+            self.reads.fresh = False
             if root.facts is None:
-                self._owner.describe_root(root, args, kwargs)
-            self._owner.root_called(root)
+                self.describe_root(root, args, kwargs)
+            self.root_called(root)
             run = partial(self._run, root, args, kwargs)
-            return self._run_until_answered(root, self._owner.caller(root, args, kwargs, run))
+            return self._run_until_answered(root, self.caller(root, args, kwargs, run))
 
     def _repeat(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a delayed call; its root was already noticed."""
-        if self._owner.seams.inside:
+        if self.seams.inside:
             return root.own_call(*args, **kwargs)
         with self._undone(root):
             return self._run_until_answered(root, partial(self._run, root, args, kwargs))
@@ -136,49 +147,46 @@ class CallRunner:
         try:
             yield
         except NotTakenBack as failure:
-            self._owner.not_taken_back(failure)
+            self.not_taken_back(failure)
         finally:
-            root.proof.drop_plain_results()
+            root.proof.plain_results.clear()
 
     def _run_until_answered(self, root: HarnessRoot, run: Callable[[], Any]) -> Any:
         """Return the result of ``run``, under one plan after another until one succeeds."""
         self.phase = "forward"
         while True:
-            self._owner.seams.watch_submodules(self._owner.plan_for(root).neutral)
+            self.seams.watch_inside = self.plan_for(root).neutral
             try:
-                with inside(self._owner.seams), self.shortages_reported():
+                with inside(self.seams), self.shortages_reported():
                     output = run()
             except Refused as refusal:
                 root.take_back()
-                self._owner.refused(root, refusal)
+                self.refused(root, refusal)
             except Exception as error:
-                if not (
-                    self._owner.retry_after_shortage(error)
-                    or self._owner.retry_after_error(root, error)
-                ):
+                if not (self.retry_after_shortage(error) or self.retry_after_error(root, error)):
                     raise
                 free_frames(error)  # they hold the tensors that did not fit
                 root.take_back()
-                root.proof.drop_plain_results()  # the failed call has changed running statistics
+                root.proof.plain_results.clear()  # the failed call has changed running statistics
                 self.phase = "forward"
-                self._owner.prepare_retry()
+                self.prepare_retry()
             else:
                 self.phase = OUTSIDE
-                self._owner.call_succeeded(root)
+                self.call_succeeded(root)
                 return output
 
     def _run(self, root: HarnessRoot, args: Any, kwargs: Any) -> Any:
         """Run a call under the present plan; apply and verify a new plan first."""
-        plan = self._owner.plan_for(root)
+        plan = self.plan_for(root)
         if transformed():
             changes = [strategy.name for strategy, _ in plan if strategy.changes_models]
             if root.plan != plan and changes:
                 raise Refused(TRANSFORMED, changes[0])
             return root.own_call(*args, **kwargs)
         if root.plan != plan:
-            self._owner.turn_to(root, plan, args, kwargs)
-        if self._owner.optimizers.prepare():
-            self._owner.meter.release()  # converting the optimizer's state leaves cached memory
+            self.turn_to(root, plan, args, kwargs)
+        if self.optimizers.prepare():
+            self.meter.release()  # converting the optimizer's state leaves cached memory
         waits = root.delay(args, kwargs, partial(self._repeat, root), self._delayed)
         return root.running(*args, **kwargs) if waits is None else waits
 
@@ -186,7 +194,7 @@ class CallRunner:
     def _delayed(self) -> Iterator[None]:
         """Run a part of a delayed call in this context."""
         self.phase = "forward"
-        with inside(self._owner.seams), self.shortages_reported():
+        with inside(self.seams), self.shortages_reported():
             yield
         self.phase = OUTSIDE
 
@@ -196,30 +204,27 @@ class CallRunner:
         try:
             yield
         except Exception as error:
-            found = classify(error, corroborated=self._owner.meter.short())
+            found = classify(error, corroborated=self.meter.short())
             if found.kind is Kind.OOM:
                 told = self.out_of_memory(found, None)
-                self._owner.shortage(replace(told, phase=CHECK) if in_check(error) else told)
-            elif found.kind is Kind.NOT_OOM and (refusal := self._fault(error)) is not None:
-                free_frames(error)
-                raise refusal from None
+                self.shortage(replace(told, phase=CHECK) if in_check(error) else told)
+            elif found.kind is Kind.NOT_OOM:
+                for plan in dict.fromkeys(root.plan for root in self.roots):
+                    if (refusal := error_source.fault_of(error, plan)) is not None:
+                        free_frames(error)
+                        raise refusal from None
             if not isinstance(error, Refused):
-                self._owner.call_failed()
+                self.call_failed()
             raise
-
-    def _fault(self, error: Exception) -> Refused | None:
-        """Return the refusal that an error amounts to, if a strategy of the plan knows it."""
-        plans = dict.fromkeys(root.plan for root in self._owner.roots)
-        return next(filter(None, (error_source.fault_of(error, plan) for plan in plans)), None)
 
     def on_shortage(self, error: BaseException, phase: str, size: int) -> bool:
         """Note a shortage inside a split root; return whether to continue in smaller chunks."""
-        found = classify(error, corroborated=self._owner.meter.short())
+        found = classify(error, corroborated=self.meter.short())
         if found.kind is not Kind.OOM:
             raise error
         self.phase = phase
-        self._owner.shortage(self.out_of_memory(found, size))
-        return self._owner.can_shrink(phase)
+        self.shortage(self.out_of_memory(found, size))
+        return self.can_shrink(phase)
 
     def out_of_memory(self, found: Diagnosis, size: int | None) -> OutOfMemory:
         """Return the report of a shortage; ``size``: the samples in the chunk."""
@@ -228,6 +233,6 @@ class CallRunner:
             message=found.message,
             requested=found.requested,
             micro_batch=size,
-            steps=self._owner.steps,
-            room=self._owner.meter.available(),
+            steps=self.steps,
+            room=self.meter.available(),
         )

@@ -35,7 +35,8 @@ def blamed(traceback: TracebackType | None, plan: Plan) -> str | None:
         if name == SPLIT:
             found = strategies.SPLIT if strategies.SPLIT in homes else found
             continue
-        found = next((each for each, home in homes.items() if _is_within(name, home)), found)
+        within = (each for each, home in homes.items() if f"{name}.".startswith(f"{home}."))
+        found = next(within, found)
     return found
 
 
@@ -51,8 +52,3 @@ def _names(traceback: TracebackType | None) -> Iterator[str]:
     while traceback is not None:
         yield traceback.tb_frame.f_globals.get("__name__", "")
         traceback = traceback.tb_next
-
-
-def _is_within(name: str, home: str) -> bool:
-    """Return whether a module is the strategy's own file, or in its folder."""
-    return name == home or name.startswith(f"{home}.")

@@ -14,7 +14,7 @@ from autofit.worker.harness.session import script_facts
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.guarded import beside
-from autofit.worker.harness.torch_state.hf_cache import without_cache
+from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.fixed_draws import FixedDraws, without_dropout
@@ -63,7 +63,7 @@ def _apart(root: HarnessRoot, batch: Batch, layout: Layout) -> bool:
         args, kwargs = batch.call(layout.select(batch, draws.cut))
         with draws:
             leaves = flatten(root.plain(*args, **kwargs))[0]
-        return [each for each in leaves if _is_number(each)]
+        return [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
     def compared() -> bool:
         alone = [outputs(each, each + 1) for each in range(samples)]
@@ -85,10 +85,6 @@ def _apart(root: HarnessRoot, batch: Batch, layout: Layout) -> bool:
             return attempt_model(compared).value or False
     finally:
         before.restore()
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _tolerance(output: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.worker.harness.parent.agreement import Figures, Peers, Seen, common
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.verification.proof_record import ProofRecord
+from autofit.worker.harness.verification.proof_cache import ProofRecord
 from autofit.worker.records.trials import Event
 
 NOT_DISTRIBUTED = (
@@ -23,28 +23,17 @@ END_PATIENCE = 10.0
 """Seconds in which the other ranks must reach the end of the script too."""
 
 
-class RankAgreement:
+class RankAgreement(Peers):
     """Lets the ranks of a trial agree. A single rank agrees with itself at once."""
 
     def __init__(self, reporter: Reporter, ranks: int, *, connects: bool = True) -> None:
         """``connects``: the script itself connects its ranks; else it is a single process."""
+        super().__init__(reporter, ranks)
         self._connects = connects
-        self._peers = Peers(reporter, ranks)
-        self._reporter = reporter
         self.share = 1.0
         """The mean batch of a rank, relative to the largest rank's batch."""
         self._agreed: Refused | None = None
         """The last refusal that all ranks share."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is only one rank."""
-        return self._peers.alone
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank reports to the parent what is the same for all."""
-        return self._peers.leads
 
     def tell(self, event: Event) -> None:
         """Report an event that is the same on every rank; only the leading rank sends it."""
@@ -62,13 +51,13 @@ class RankAgreement:
             if turn(known):
                 proof.remember(plan)
             return
-        known = all(self._peers.agree("what is proven", known))
+        known = all(self.agree("what is proven", known))
         own, proven = None, False
         try:
             proven = turn(known)
         except Refused as refusal:
             own = Refused(str(refusal), refusal.strategy)  # a copy: its frames hold tensors
-        refusals = [each for each in self._peers.agree("a plan's proof", own) if each is not None]
+        refusals = [each for each in self.agree("a plan's proof", own) if each is not None]
         if refusals:
             self._agreed = refusals[0]
             raise refusals[0]
@@ -83,20 +72,20 @@ class RankAgreement:
         if self.alone or not self._connects:
             return facts
         ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not ready or torch.distributed.get_world_size() != self._peers.ranks:
-            raise UsageError(NOT_DISTRIBUTED.format(self._peers.ranks))
-        found, share = common(self._peers.agree("a model's first call", facts))
+        if not ready or torch.distributed.get_world_size() != self.ranks:
+            raise UsageError(NOT_DISTRIBUTED.format(self.ranks))
+        found, share = common(self.agree("a model's first call", facts))
         if first:
             self.share = share
         return found
 
     def measurement(self, own: Figures) -> tuple[Figures, ...]:
         """Return the figures of every rank, measured in the same window."""
-        return self._peers.agree("a measurement", own)
+        return self.agree("a measurement", own)
 
     def step(self, own: Seen) -> Seen:
         """Return the optimizer step as all ranks together saw it."""
-        return Seen.by_all(self._peers.agree("an optimizer step", own))
+        return Seen.by_all(self.agree("an optimizer step", own))
 
     def figures_at_end(self, own: Figures | None) -> tuple[Figures, ...]:
         """Return the figures of every rank once all have reached the end of the script.
@@ -106,7 +95,7 @@ class RankAgreement:
         """
         try:
             patience = END_PATIENCE if self.leads else 0.0
-            said = self._peers.agree("the end of the script", own, patience)
+            said = self.agree("the end of the script", own, patience)
         except WorkerError:  # the other ranks report it
             return ()
         return tuple(figures for figures in said if figures is not None)

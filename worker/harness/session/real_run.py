@@ -22,8 +22,7 @@ from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.first_steps import FirstStepsMeter
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import shows_in_calls
@@ -45,7 +44,7 @@ from autofit.worker.records.trials import (
 
 LEANER = 0.95
 """After a shortage, a fallback must have a peak below this share of the present plan's."""
-UNVERIFIED = "it was not verified for this model before the run"
+UNVERIFIED = "this plan was not verified for this model before the run"
 
 
 class RealRun(Session):
@@ -100,10 +99,6 @@ class RealRun(Session):
     def plan(self) -> Plan:
         """The present plan."""
         return self._plans[self.index]
-
-    def plan_for(self, root: HarnessRoot) -> Plan:
-        """Return the present plan."""
-        return self.plan
 
     def plans(self) -> tuple[Plan, ...]:
         """Return the plan of the run, then its fallbacks."""
@@ -357,7 +352,7 @@ class RealRun(Session):
         if classify_retries(self._retries).kind is Kind.NOT_OOM:
             return
         for chunked in split:
-            chunked.resize(-(-chunked.micro_batch // 2))
+            chunked.micro_batch = -(-chunked.micro_batch // 2)
         size = max(chunked.micro_batch for chunked in split)
         self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
         self._retries.clear()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,22 +39,19 @@ from autofit.worker.harness.ranks.batch_norm import has_batch_norm
 from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.shared_call import DividedCalls
 from autofit.worker.harness.ranks.shared_root import SharedRoot
+from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session.root_calls import RootCalls
-from autofit.worker.harness.session.run_policy import RunPolicy
 from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
 from autofit.worker.harness.torch_state.compile_state import hides, uncompiled
-from autofit.worker.harness.torch_state.copies import copied
 from autofit.worker.harness.torch_state.frames import mentioned
 from autofit.worker.harness.torch_state.graph import Shapes
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.module_watch import ModuleWatch
-from autofit.worker.harness.torch_state.modules import is_paged, unwrapped
+from autofit.worker.harness.torch_state.modules import copied, is_paged, unwrapped, without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.reachable_state import key_of, places_at
-from autofit.worker.harness.torch_state.undo import UndoStack
+from autofit.worker.harness.torch_state.undo import take_back, together
 from autofit.worker.harness.verification.layout_cache import Layouts
-from autofit.worker.harness.verification.proof_cache import Known
-from autofit.worker.harness.verification.proof_record import ProofRecord
+from autofit.worker.harness.verification.proof_cache import Known, ProofRecord
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import few, find_layout, preserved
 from autofit.worker.oom.attempt import attempt
@@ -65,7 +63,39 @@ if TYPE_CHECKING:
 BLOCKS = counting(Number.BLOCKS)
 
 
-class HarnessRoot:
+def _warn(reason: str) -> None:
+    warnings.warn(f"autofit: a batch runs in one piece: {reason}", stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPolicy:
+    """Given to a root when it is made. The defaults are those of ``@autofit.resilient``."""
+
+    strict: bool = False
+    """The plan is measured: a technique must fail instead of falling back to another one."""
+    may_run_whole: bool = True
+    """A later batch that cannot be split runs in one piece. A trial refuses it instead, because
+    it would measure the wrong plan."""
+    tell_whole: Callable[[str], None] = _warn
+    """Called with the reason when a batch of a split root runs in one piece."""
+    verifies: bool = True
+    """New kinds of calls are verified. A real run does not, if an earlier process has verified
+    something of the root: such calls run whole."""
+    compares: bool = True
+    """The model's outputs can be compared. Those of a fake GPU have no numbers."""
+    rescues_evaluation: bool = False
+    """Calls without gradients run in parts where they do not fit, under any plan."""
+    standby: Standby | None = None
+    """Rescues calls that run whole when memory runs out; ``None`` for no rescue."""
+    around_proof: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a context for each check of a split: a trial leaves its failed allocations out."""
+    whole_fits: Callable[[], bool] = lambda: False
+    """Tells whether a call of the whole batch is known to fit without a plan."""
+    group: RankGroup | None = None
+    """The ranks of a single-process script; ``None`` if there is one process."""
+
+
+class HarnessRoot(RootCalls):
     """One root of the script; implements ``strategies.base.Root``.
 
     It holds the script's module by a weak reference, so that the script can free its model.
@@ -81,19 +111,23 @@ class HarnessRoot:
         policy: RunPolicy | None = None,
     ) -> None:
         """``evidence``: what was verified of the root; ``policy``: how this run treats it."""
+        super().__init__(module, seams, calls)
         self._outer = weakref.ref(module, lambda _: self._script_dropped_model())
         self._seams = seams
         self._calls = calls
         self._on_shortage = on_shortage
         self._policy = policy or RunPolicy()
-        self._composed = RootCalls(module, seams, calls)
-        self._undos = UndoStack()
+        self._undos: list[Undo] = []
         self._shared_undos: list[Undo] = []
         """Of changes beyond the root: to loaders, optimizers, settings of the process."""
-        self._plan = Plan()
-        self._levels: Mapping[str, str] = self._plan.levels
-        self._facts: RootFacts | None = None
-        self._chunked: ChunkedRoot | None = None
+        self.plan = Plan()
+        """The plan that is applied."""
+        self.levels: Mapping[str, str] = self.plan.levels
+        """The level of every strategy in the plan that is being applied."""
+        self.facts: RootFacts | None = None
+        """What is known of the model; ``None`` before its first call."""
+        self.chunked: ChunkedRoot | None = None
+        """Runs the root in chunks; ``None`` where the plan does not split the batch."""
         self._last_micro_batch: int | None = None
         self._one_size = False
         self.batch_dim = 0
@@ -155,33 +189,14 @@ class HarnessRoot:
         return self._policy.whole_fits()
 
     @property
-    def facts(self) -> RootFacts | None:
-        """What is known of the model; ``None`` before its first call."""
-        return self._facts
-
-    def learn(self, facts: RootFacts | None) -> None:
-        """Replace the facts."""
-        self._facts = facts
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that is applied."""
-        return self._plan
-
-    @property
     def acts_beyond_calls(self) -> bool:
         """Whether the plan changes more than calls of the model: their arguments, or the loader."""
-        return self._composed.has_outermost or self._seams.reads_batches
+        return self.has_outermost or bool(self._seams.readers)
 
     @property
     def weights_sharded(self) -> bool:
         """Whether each rank has a part of the weights."""
         return self._sharded is not None and self._sharded.active
-
-    @property
-    def chunked(self) -> ChunkedRoot | None:
-        """Runs the root in chunks; ``None`` where the plan does not split the batch."""
-        return self._chunked
 
     @property
     def reduces(self) -> bool:
@@ -191,27 +206,12 @@ class HarnessRoot:
     @property
     def accumulates(self) -> bool:
         """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
-        return self._chunked is not None
+        return self.chunked is not None
 
     @property
     def micro_batch(self) -> int | None:
         """The samples in a chunk, or in the last one before the script dropped the model."""
-        return self._chunked.micro_batch if self._chunked is not None else self._last_micro_batch
-
-    @property
-    def own_call(self) -> Forward:
-        """The call of the module that the script calls, without anything of the plan."""
-        return self._composed.own
-
-    @property
-    def plain(self) -> Forward:
-        """The model's call without the plan, and without ``DistributedDataParallel``."""
-        return self._composed.plain
-
-    @property
-    def forward(self) -> Forward:
-        """The model's call under the plan, and without ``DistributedDataParallel``."""
-        return self._composed.forward
+        return self.chunked.micro_batch if self.chunked is not None else self._last_micro_batch
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class HarnessRoot:
     @property
     def running(self) -> Forward:
         """What runs a call of the script under the plan."""
-        return self._composed.in_outermost(self.rerun)
+        return self.in_outermost(self.rerun)
 
     def delay(
         self,
@@ -235,38 +235,27 @@ class HarnessRoot:
 
         See ``ChunkedRoot.delay``.
         """
-        if self._chunked is None or self._composed.has_outermost:
+        if self.chunked is None or self.has_outermost:
             return None
-        return self._chunked.delay(self.forward, args, kwargs, again, entered)
+        return self.chunked.delay(self.forward, args, kwargs, again, entered)
 
     @property
     def rerun(self) -> Forward:
         """What runs a call whose arguments have passed the plan's outermost wrappers."""
-        if self._chunked is not None:
-            return self._in_chunks
+        if self.chunked is not None:
+            chunked = self.chunked
+            return lambda *args, **kwargs: chunked(self.forward, *self._on_device(args, kwargs))
         if self._evaluation is not None and not torch.is_grad_enabled():
-            return self._evaluate
+            evaluation, whole = self._evaluation, self.whole
+            return lambda *args, **kwargs: evaluation(whole, args, kwargs)
         if self._policy.standby is not None and torch.is_grad_enabled():
             return partial(self._policy.standby.call, self)
         return self.whole
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
-        return self._evaluation(self.whole, args, kwargs)
-
-    def _in_chunks(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._chunked is not None
-        return self._chunked(self.forward, *self._on_device(args, kwargs))
-
     def check_call(self, args: Any, kwargs: Any) -> None:
         """Raise ``Refused`` if a call with these arguments would be; run nothing of the model."""
-        if self._chunked is not None:
-            self._chunked.check_call(*self._on_device(args, kwargs))
-
-    @property
-    def whole(self) -> Forward:
-        """The call of the script in one piece, inside the wrappers of the plan."""
-        return self._composed.whole
+        if self.chunked is not None:
+            self.chunked.check_call(*self._on_device(args, kwargs))
 
     def _on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         wrapper = self.outer
@@ -288,7 +277,7 @@ class HarnessRoot:
             free_frames(error)  # they hold tensors, and undoing needs memory
             self.take_back()
             raise
-        self._plan = plan
+        self.plan = plan
 
     def resize(self, plan: Plan) -> bool:
         """Change the chunk size alone, if ``plan`` differs in nothing else; return whether it did.
@@ -296,64 +285,51 @@ class HarnessRoot:
         Applying the plan anew would convert weights again, which takes time and memory.
         """
         level, size = plan.level_of(Number.SAMPLES), plan.chunk
-        same = self._plan.with_number(Number.SAMPLES, level) == plan and plan.unsized == plan
-        if self._chunked is None or not same or size is None:
+        same = self.plan.with_number(Number.SAMPLES, level) == plan and plan.unsized == plan
+        if self.chunked is None or not same or size is None:
             return False
-        self._chunked.resize(size)
-        self._plan = plan
+        self.chunked.micro_batch = size
+        self.plan = plan
         return True
 
-    @property
-    def levels(self) -> Mapping[str, str]:
-        """The level of every strategy in the plan that is being applied."""
-        return self._levels
-
     def _apply(self, plan: Plan) -> None:
-        self._levels = plan.levels
+        self.levels = plan.levels
         for strategy, level in plan:
             try:
                 undo = strategy.on_root(level, self)
             except Refused as refusal:
                 raise Refused(str(refusal), strategy.name) from None
             if undo is not None:
-                self._undos.push(undo)
+                self._undos.append(undo)
 
     def take_back(self) -> None:
         """Leave the root as the script has it; raise ``NotTakenBack`` where memory runs out."""
         held = self._outer()  # undoing may drop the last other reference to the model
         if held is not None:
-            self._layouts.around(self._undos.undo_all)
+            self._layouts.around(lambda: take_back(self._undos))
         else:
-            self._undos.undo_all()
-        self._plan = Plan()
+            take_back(self._undos)
+        self.plan = Plan()
 
     def _script_dropped_model(self) -> None:
         """Free what was kept for the model, such as weights; undo what was changed beyond it."""
         while self._shared_undos:
             self._shared_undos.pop()()
-        if self._chunked is not None:
-            self._last_micro_batch = self._chunked.micro_batch
-            self._chunked.remove()
-        self._chunked = self._evaluation = None
+        if self.chunked is not None:
+            self._last_micro_batch = self.chunked.micro_batch
+            self.chunked.remove()
+        self.chunked = self._evaluation = None
         self._undos.clear()
         self._watch.forget()
-        self._composed.clear()
-        self.proof.drop_plain_results()
+        self.drop_wrappers()
+        self.proof.plain_results.clear()
 
     # --- for strategies --------------------------------------------------------------------
-
-    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
-        """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
-        return self._composed.add(wrapper, lasting=lasting)
-
-    def around_whole(self, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each call of the root, outside any split of the batch."""
-        return self._composed.add_outermost(wrapper)
 
     def show_weights(self, view: Weights, load: Load) -> Undo:
         """Show the script the parameters in their own form, although they are kept in another."""
         if isinstance(self.outer, DistributedDataParallel):
-            raise Refused("DistributedDataParallel listens to the parameters as they are")
+            raise Refused("DistributedDataParallel needs the parameters in their original form")
         return self._seams.weight_views.show(view, load)
 
     def script_mentions(self, *words: str) -> bool:
@@ -387,7 +363,7 @@ class HarnessRoot:
         """Run each call in chunks of at most ``micro_batch`` samples."""
         outer = self.outer
         ddp.refuse_what_cannot_be_split(outer)
-        self._chunked = ChunkedRoot(
+        self.chunked = ChunkedRoot(
             outer,
             self._seams,
             micro_batch,
@@ -403,9 +379,9 @@ class HarnessRoot:
         )
 
         def undo() -> None:
-            if self._chunked is not None:
-                self._chunked.remove()
-            self._chunked = None
+            if self.chunked is not None:
+                self.chunked.remove()
+            self.chunked = None
 
         return undo
 
@@ -434,13 +410,13 @@ class HarnessRoot:
         group = self._policy.group
         if group is None or group.size != ranks:
             started = 1 if group is None else group.size
-            raise Refused(f"{ranks} ranks are needed, and the launch has started {started}")
+            raise Refused(f"the plan needs {ranks} ranks, but the launch has {started}")
         return self._share_among(group)
 
     def _share_among(self, group: RankGroup) -> Undo:
         shared = SharedRoot(self, self._seams, group, self._calls, self._part)
         self._shared = shared
-        undo_wrapper = self._composed.add_outermost(shared.around)
+        undo_wrapper = self.around_whole(shared.around)
 
         def undo() -> None:
             undo_wrapper()
@@ -482,23 +458,18 @@ class HarnessRoot:
                 lambda parameter, here: whole.seen(parameter, here=here), lambda *_: None
             ),
         ]
-
-        def undo() -> None:
-            while undos:
-                undos.pop()()
-
-        return self.outliving(undo)
+        return self.outliving(together(*undos))
 
     def split_from_now_on(self, micro_batch: int) -> None:
         """Split the batch in addition to the plan; raise ``Refused`` if a call would be refused."""
         undo = self.split(micro_batch)
-        assert self._chunked is not None
+        assert self.chunked is not None
         try:
-            self._chunked.refuse_listeners()
+            self.chunked.refuse_listeners()
         except Refused:
             undo()
             raise
-        self._undos.push(undo)
+        self._undos.append(undo)
 
     def before_step(self, hook: Callable[[Any], None]) -> Undo:
         """Call ``hook(optimizer)`` before every optimizer step."""
@@ -515,7 +486,7 @@ class HarnessRoot:
 
     def taken_back_by(self, undo: Undo) -> None:
         """Register ``undo`` before its change is made, because memory may run out during it."""
-        self._undos.push(undo)
+        self._undos.append(undo)
 
     def outliving(self, undo: Undo) -> Undo:
         """Return ``undo``; it is also called, once, when the script drops the model first."""
@@ -530,7 +501,7 @@ class HarnessRoot:
 
     def set_aside(self) -> None:
         """Leave the step under way out of the measurement."""
-        self.proof.proof_begins()
+        self.proof.proofs += 1
 
     def inside(self) -> AbstractContextManager[None]:
         """Return a context in which module calls count as the root's own."""
@@ -554,8 +525,8 @@ class HarnessRoot:
             layout = self._layouts.of(batch, gradients=gradients)
         except Refused as refusal:
             raise type(refusal)(str(refusal), SPLIT) from refusal
-        if layout.draws and self._facts is not None and not self._facts.dropout:
-            self._facts = replace(self._facts, dropout=True)
+        if layout.draws and self.facts is not None and not self.facts.dropout:
+            self.facts = replace(self.facts, dropout=True)
         return layout
 
     def unknown_graph(
@@ -575,13 +546,13 @@ class HarnessRoot:
 
     def _set_one_size(self, wanted: bool) -> None:
         self._one_size = wanted
-        if self._chunked is not None:
-            self._chunked.use_one_size(wanted)
+        if self.chunked is not None:
+            self.chunked.one_size = wanted
 
     def _find_layout(self, batch: Batch, gradients: bool) -> Layout:
         if gradients and not self.verifies:
             raise Unverified("calls of this kind were not verified before the run")
-        self.proof.proof_begins()
+        self.proof.proofs += 1
         ddp.refuse_what_cannot_be_split(self.outer)
         on_copy = self.weights_sharded
         with uncompiled(), self._policy.around_proof(), checking(), self._by_sample():
@@ -592,13 +563,13 @@ class HarnessRoot:
             )
             found = find_layout(
                 module,
-                ddp.refuse_collectives(self._composed.in_lasting(plain)),
+                ddp.refuse_collectives(self.in_lasting(plain)),
                 batch,
                 gradients=gradients,
                 whole_observed=self.whole_fits,
                 checkpointed=checkpointed,
                 in_bf16=self._in_bf16,
-                doubted=self._facts is not None and batch_dimension_uncertain(self._facts, batch),
+                doubted=self.facts is not None and batch_dimension_uncertain(self.facts, batch),
             )
         if not on_copy or not found.updates:
             return found
@@ -611,7 +582,7 @@ class HarnessRoot:
         if not is_paged(module):
             return None
         root = HarnessRoot(module, self._seams, self._calls, self._on_shortage)
-        root.learn(self._facts)
+        root.facts = self.facts
         return root.checkpointed_blocks
 
     def _by_sample(self) -> AbstractContextManager[None]:
@@ -638,7 +609,7 @@ class HarnessRoot:
         """
         if self.weights_sharded or is_paged(self.module):
             return ""
-        forward = forward or self._composed.in_lasting(self.plain)
+        forward = forward or self.in_lasting(self.plain)
         return attempt(lambda: self._shape(batch, layout, forward)).value or ""
 
     def _shape(self, batch: Batch, layout: Layout, forward: Forward) -> str:
@@ -662,16 +633,16 @@ class HarnessRoot:
         ``None`` if they are already, if they cannot be, or if the model has dropout: recomputing
         would then draw other random numbers than the check has fixed.
         """
-        here = Facts(roots=(self._facts,)) if self._facts is not None else Facts()
+        here = Facts(roots=(self.facts,)) if self.facts is not None else Facts()
         reason = BLOCKS.inapplicable(ALL, here)
         drops = any(root.dropout for root in here.roots)
-        can = reason is None and not drops and self._plan.blocks == AS_IS
+        can = reason is None and not drops and self.plan.blocks == AS_IS
         return self._checkpointed if can else None
 
     @property
     def _in_bf16(self) -> Callable[[], AbstractContextManager[object]] | None:
         """Makes a context in which the model runs in bf16; ``None`` unless the plan uses bf16."""
-        if self._plan.autocast != "bfloat16":
+        if self.plan.autocast != "bfloat16":
             return None
         devices = {parameter.device.type for parameter in self.module.parameters()}
         return partial(torch.autocast, devices.pop(), dtype=torch.bfloat16)

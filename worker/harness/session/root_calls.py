@@ -15,17 +15,17 @@ from autofit.worker.harness.patching.observers import Calls, Seams
 
 
 class RootCalls:
-    """Composes the wrappers that strategies put around a root's call."""
+    """A root, as far as strategies put wrappers around its call."""
 
     def __init__(self, outer: nn.Module, seams: Seams, calls: Calls) -> None:
-        self.own: Forward = seams.wrapped(calls.plain(outer))
+        self.own_call: Forward = seams.wrapped(calls.plain(outer))
         """The call of the module that the script calls, without anything of the plan."""
         self.plain: Forward = self._inner(outer, calls)
-        """The model's call: ``own`` without ``DistributedDataParallel`` around it."""
+        """The model's call: ``own_call`` without ``DistributedDataParallel`` around it."""
         self.forward: Forward = self.plain
         """``plain`` inside the wrappers of the plan."""
-        self.whole: Forward = self.own
-        """``own`` inside the wrappers of the plan, for a batch that is not split."""
+        self.whole: Forward = self.own_call
+        """``own_call`` inside the wrappers of the plan, for a batch that is not split."""
         self._wrappers: list[Wrapper] = []
         self._lasting: list[Wrapper] = []
         """Wrappers without which the model cannot run."""
@@ -37,8 +37,8 @@ class RootCalls:
         """Whether the plan wraps the whole call, outside any split."""
         return bool(self._outermost)
 
-    def add(self, wrapper: Wrapper, *, lasting: bool) -> Undo:
-        """Put ``wrapper`` around each forward, inside any split of the batch."""
+    def around_forward(self, wrapper: Wrapper, *, lasting: bool = False) -> Undo:
+        """Put ``wrapper`` around each forward of the root, inside any split of the batch."""
         lists = [self._wrappers, self._lasting] if lasting else [self._wrappers]
         for each in lists:
             each.append(wrapper)
@@ -51,8 +51,8 @@ class RootCalls:
 
         return undo
 
-    def add_outermost(self, wrapper: Wrapper) -> Undo:
-        """Put ``wrapper`` around each call, outside any split of the batch."""
+    def around_whole(self, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of the root, outside any split of the batch."""
         self._outermost.append(wrapper)
         return lambda: _remove(wrapper, self._outermost)
 
@@ -68,20 +68,20 @@ class RootCalls:
             forward = wrapper(forward)
         return forward
 
-    def clear(self) -> None:
+    def drop_wrappers(self) -> None:
         """Drop every wrapper: the script has dropped the model."""
         for each in (self._wrappers, self._lasting, self._outermost):
             each.clear()
-        self.whole = self.forward = self.own
+        self.whole = self.forward = self.own_call
 
     def _compose(self) -> None:
-        self.forward, self.whole = self.plain, self.own
+        self.forward, self.whole = self.plain, self.own_call
         for wrapper in self._wrappers:
             self.forward, self.whole = wrapper(self.forward), wrapper(self.whole)
 
     def _inner(self, outer: nn.Module, calls: Calls) -> Forward:
         if not isinstance(outer, DistributedDataParallel):
-            return self.own
+            return self.own_call
         forward = calls.plain(outer.module)
         if not outer.device_ids:
             return forward

@@ -86,7 +86,7 @@ def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         norms_again=any(
             _is_batch_norm(each) for part in run_again(module, blocks) for each in part.modules()
         ),
-        dropout=any(_drops(each) for each in module.modules()),
+        dropout=any(each.training and dropout_rates(each) for each in module.modules()),
         checkpointing=any(
             bool(getattr(each, "gradient_checkpointing", False)) for each in module.modules()
         ),
@@ -123,10 +123,6 @@ def _numel_here(tensor: torch.Tensor) -> int:
 
 def _is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-
-
-def _drops(module: nn.Module) -> bool:
-    return module.training and bool(dropout_rates(module))
 
 
 def framework() -> str:

@@ -3,8 +3,8 @@
 A session meets the roots, applies a plan to each at its next call, and notices shortages of memory.
 A subclass decides which plan applies and what follows from a refusal or a shortage:
 ``measurement.trial.Trial`` measures plan after plan at step boundaries, ``real_run.RealRun``
-trains. The methods up to ``describe_uncalled_model`` are its decisions; none of the others is
-overridden.
+trains. Its decisions are the first methods of ``CallRunner``, up to its calls, and those of
+``Session`` up to ``describe_uncalled_model``; none of the others is overridden.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +25,8 @@ from autofit.plan import Plan
 from autofit.strategies import SPLIT
 from autofit.strategies.base import OptimizerHandle, Shards, Undo
 from autofit.strategies.support.device import device_capacity
-from autofit.worker.harness.batch.late_output import LateOutput
-from autofit.worker.harness.batch.lazy_output import LazyOutput, refuse_gradient
+from autofit.worker.harness.batch.late_output import DelayedOutput
+from autofit.worker.harness.batch.lazy_output import refuse_gradient
 from autofit.worker.harness.batch.own_gradients import as_tuple, gradients_through_chunks
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Calls, Process, Seams, inside
@@ -35,27 +35,23 @@ from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.sharded_state import ShardedStates
 from autofit.worker.harness.session import script_facts, uncalled_model
 from autofit.worker.harness.session.call_runner import OUTSIDE, CallRunner
-from autofit.worker.harness.session.calls_per_step import CallsPerStep
+from autofit.worker.harness.session.calls_per_step import CallsPerStep, LeadingOptimizer
 from autofit.worker.harness.session.first_call import with_samples
-from autofit.worker.harness.session.leading_optimizer import LeadingOptimizer
-from autofit.worker.harness.session.root import HarnessRoot
-from autofit.worker.harness.session.run_policy import RunPolicy
+from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import autocast_on
-from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.meter import Meter
 from autofit.worker.records.phases import CHECK, FIRST_BATCH, IMPORT, Phases
-from autofit.worker.records.trials import OutOfMemory
 
 BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
 SETTLED = 2
 """Optimizer steps without a new root after which the search for roots ends."""
 
 
-class Session:
+class Session(CallRunner):
     """Handles the events of one process."""
 
     def __init__(
@@ -72,7 +68,6 @@ class Session:
         """
         self.meter = meter
         self.phases = phases or Phases()
-        """Where the time of this process goes."""
         self.seams = Seams(self)
         self._group = group
         self.calls = Calls()
@@ -83,11 +78,9 @@ class Session:
         )
         self.roots: list[HarnessRoot] = []
         self.facts = Facts(world_size=ranks)
-        self.runner = CallRunner(self)
         self.step_calls = CallsPerStep()
         """Counts the calls of the first root; only a trial uses it."""
         self.steps = 0
-        """Steps of the leading optimizer."""
         self._leader = LeadingOptimizer()
         self._quiet_steps = 0
         self._undos: list[Undo] = []
@@ -120,11 +113,6 @@ class Session:
         self._undos.clear()
 
     @property
-    def phase(self) -> str:
-        """What the script does now, for reports of errors."""
-        return self.runner.phase
-
-    @property
     def size(self) -> int | None:
         """The samples in a chunk that are being measured; ``None`` outside a measurement."""
         return None
@@ -140,60 +128,17 @@ class Session:
         """Return how this session treats ``module``, which becomes a root."""
         return RunPolicy()
 
-    def plan_for(self, root: HarnessRoot) -> Plan:
-        """Return the plan that ``root`` should run under now."""
-        raise NotImplementedError
-
-    def plans(self) -> tuple[Plan, ...]:
-        """Return every plan that this session may apply."""
-        raise NotImplementedError
-
     def changes_optimizers(self) -> bool:
         """Return whether a plan of this session may change optimizers."""
         return any(changes_of(plan) for plan in self.plans())
 
-    def optimizer_plan(self) -> Plan:
-        """Return the plan for the next optimizer step."""
-        raise NotImplementedError
-
     def optimizer_refused(self, refusal: Refused) -> None:
         """Respond to a strategy that cannot keep its promise on an optimizer."""
-        raise NotImplementedError
-
-    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
-        """Respond to a strategy that cannot keep its promise on ``root``."""
-        raise NotImplementedError
-
-    def shortage(self, found: OutOfMemory) -> None:
-        """Notice that memory ran out; the step continues in smaller chunks if it can."""
-        raise NotImplementedError
-
-    def not_taken_back(self, failure: NotTakenBack) -> NoReturn:
-        """Respond to a shortage while a plan was undone: the model is in no defined state."""
-        raise failure.error
-
-    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
-        """Return whether a failed call runs again under another plan."""
-        return False
+        raise refusal
 
     def optimizer_broke(self, error: Exception) -> bool:
         """Return whether a step that failed and changed nothing runs again."""
         return False
-
-    def call_succeeded(self, root: HarnessRoot) -> None:
-        """Notice that a call with gradients succeeded."""
-
-    def call_begins(self) -> None:
-        """Notice that a call with gradients begins, before anything of it has run."""
-
-    def root_called(self, root: HarnessRoot) -> None:
-        """Notice a call with gradients of a root whose facts are known."""
-
-    def caller(
-        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        """Return what runs a call of ``root`` in the place of ``run``, which it calls."""
-        return run
 
     def around_backward(self, tensors: Any, run: Callable[[], None]) -> None:
         """Run a backward pass of the script."""
@@ -201,13 +146,6 @@ class Session:
 
     def autograd_grad_called(self) -> None:
         """Notice that the script differentiates for chosen inputs, not for all parameters."""
-
-    def call_failed(self) -> None:
-        """Notice that the script receives the error of a call or a backward pass."""
-
-    def can_shrink(self, phase: str) -> bool:
-        """Return whether a split call that ran out of memory continues in smaller chunks."""
-        return True
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Notice that ``optimizer`` is about to step."""
@@ -217,13 +155,6 @@ class Session:
 
     def loss(self, value: torch.Tensor) -> None:
         """Notice a scalar that the script differentiates."""
-
-    def retry_after_shortage(self, error: Exception) -> bool:
-        """Return whether a call that ran out of memory runs again."""
-        return False
-
-    def prepare_retry(self) -> None:
-        """Choose the plan for the retry."""
 
     def boundary(self) -> None:
         """Notice a step of the leading optimizer; may raise to end the script."""
@@ -249,10 +180,9 @@ class Session:
         """Shard the state of an optimizer over the ranks, beside ``weights`` if these are too."""
         if weights is None:
             if self._states is None:
-                raise Refused("there is one process, which keeps the whole state")
+                raise Refused("there is only one process, so the state cannot be sharded")
             return self._states.shard(handle)
-        from autofit.worker.harness.ranks.steps_by_parts import follow_weights
-        from autofit.worker.harness.ranks.whole_tensors import whole_tensors
+        from autofit.worker.harness.ranks.whole_tensors import follow_weights, whole_tensors
 
         return follow_weights(handle, whole_tensors(sharing(self._group, weights), self.seams))
 
@@ -286,10 +216,10 @@ class Session:
         # The roots of an earlier training are gone.
         self.roots = [each for each in self.roots if each.alive]
         policy = self.policy(module)
-        root = HarnessRoot(module, self.seams, self.calls, self.runner.on_shortage, known, policy)
+        root = HarnessRoot(module, self.seams, self.calls, self.on_shortage, known, policy)
         self.roots.append(root)
         self._quiet_steps = 0
-        self.calls.wrap(module, lambda _: partial(self.runner.call, root))
+        self.calls.wrap(module, lambda _: partial(self.call, root))
 
     def inner_call(self) -> None:
         """Notice autocast that the script itself enters inside a root.
@@ -307,11 +237,11 @@ class Session:
         first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
         if isinstance(first, torch.Tensor) and first.numel() == 1:
             self.loss(first.detach())
-        self.runner.enter("backward")
-        with inside(self.seams), self.runner.shortages_reported():
+        self.phase = "backward"
+        with inside(self.seams), self.shortages_reported():
             self.around_backward(tensors, run)
-        self.reads.gradients_complete()
-        self.runner.enter(OUTSIDE)
+        self.reads.fresh = True
+        self.phase = OUTSIDE
         self.step_calls.backward_ended()
 
     def grad(
@@ -349,8 +279,7 @@ class Session:
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with lazy outputs replaced by their tensors."""
-        late = (LazyOutput, LateOutput)
-        return tuple(each.value() if isinstance(each, late) else each for each in args)
+        return tuple(each.value() if isinstance(each, DelayedOutput) else each for each in args)
 
     def module_changes(self) -> None:
         """Run delayed calls before an attribute of a module changes."""
@@ -371,14 +300,14 @@ class Session:
         """Note the phase, and run delayed calls."""
         self.seams.run_delayed_calls()
         self.step_calls.step_begins()
-        self.reads.gradients_outdated()
-        self.runner.enter("optimizer step")
+        self.reads.fresh = False
+        self.phase = "optimizer step"
         self.optimizer_begins(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count the step if it is the leading optimizer's; look for roots until they are known."""
         self.optimizer_stepped(optimizer)
-        self.runner.enter(OUTSIDE)
+        self.phase = OUTSIDE
         name = type(optimizer).__name__
         before = self.facts.optimizers if self.facts.stepped else ()
         if name not in before:
@@ -437,11 +366,11 @@ class Session:
     def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
         """Learn the facts of a root from its first call."""
         facts = script_facts.describe(root.outer, args, kwargs)
-        root.learn(facts)
+        root.facts = facts
         if root.verifies and not facts.batch_norm and not transformed():
             with inside(self.seams), self.phases.within(CHECK):
                 facts = with_samples(root, facts, args, kwargs, self.meter)
-        root.learn(self.agree_on_facts(facts))
+        root.facts = self.agree_on_facts(facts)
         met = tuple(each.facts for each in self.roots if each.facts is not None and each.alive)
         autocast = self.facts.autocast or autocast_on()
         names = self.facts.optimizers if self.facts.stepped else self.optimizers.names()

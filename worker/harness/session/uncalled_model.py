@@ -41,7 +41,8 @@ def _modules(error: BaseException) -> Iterator[nn.Module]:
     making = False
     seen: set[int] = set()
     for frame in _frames(error):
-        if not making and _makes_module(frame):
+        itself, name = frame.f_locals.get("self"), frame.f_code.co_name
+        if not making and name == "__init__" and isinstance(itself, nn.Module):
             making = True
             if (module := _made_again(frame)) is not None:
                 yield module
@@ -64,11 +65,6 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
         if not traceback.tb_frame.f_code.co_filename.startswith(OURS):
             yield traceback.tb_frame
         traceback = traceback.tb_next
-
-
-def _makes_module(frame: FrameType) -> bool:
-    itself = frame.f_locals.get("self")
-    return frame.f_code.co_name == "__init__" and isinstance(itself, nn.Module)
 
 
 def _made_again(frame: FrameType) -> nn.Module | None:

@@ -1,8 +1,8 @@
-"""Tells the user's own frames in a traceback from those of libraries and of autofit. Imports no
-torch."""
+"""Tells the user's own frames and files from those of libraries and ours. Imports no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 import os
 import sys
@@ -119,3 +119,30 @@ def strip_our_frames(error: BaseException) -> BaseException:
         if isinstance(each, BaseExceptionGroup):
             todo += each.exceptions
     return error
+
+
+MOST_FILES = 2000
+"""Limit of the number of files of which digests are made."""
+
+
+def source_digests(folder: str) -> tuple[tuple[str, str], ...]:
+    """Return the imported files below ``folder``: relative paths and SHA-256, sorted."""
+    found: dict[str, str] = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if not isinstance(name, str) or not name.endswith(".py"):
+            continue
+        path = os.path.abspath(name)
+        if path.startswith(OURS) or is_library(path) or not path.startswith(folder + os.sep):
+            continue
+        if (digest := digest_of(path)) and len(found) < MOST_FILES:
+            found[os.path.relpath(path, folder)] = digest
+    return tuple(sorted(found.items()))
+
+
+def digest_of(path: str | Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal; empty if the file cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 
 from autofit.worker.harness.torch_state.module_state import PLAIN_TYPES, Attributes
+from autofit.worker.harness.torch_state.modules import HOOKS
 
 _attributes = attrgetter("__dict__")
 _children, _parameters, _buffers = map(attrgetter, ("_modules", "_parameters", "_buffers"))
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-_hooks = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
+_hooks = attrgetter(*HOOKS)
 _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _values = methodcaller("values")

@@ -7,6 +7,8 @@ runs, and gradients arrive at those.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from autofit.exceptions import Refused
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns a number that changes when the tensor is changed in place."""
@@ -65,20 +69,21 @@ def gathered(module: nn.Module) -> list[torch.Tensor]:
     found = []
     for each in module.modules():
         if isinstance(each, FSDPModule):
-            for held in _held(each):
+            for held in (h for g in fsdp_groups(each._get_fsdp_state()) for h in g.fsdp_params):
                 parameter = getattr(held, "_unsharded_param", None)
                 if parameter is not None and parameter.requires_grad:
                     found.append(parameter)
     return found
 
 
-def _held(module: Any) -> Iterator[Any]:
-    """Yield FSDP's records of the parameters of a module."""
-    state = module._get_fsdp_state()
-    # torch 2.11 has one group a module, later releases may have several
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in groups:
-        yield from group.fsdp_params if group is not None else ()
+def fsdp_groups(state: Any) -> list[Any]:
+    """Return FSDP's groups of parameters of a module.
+
+    torch 2.11 has one a module, later releases may have several. A module whose blocks have all
+    parameters has none.
+    """
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
 
 
 def transformed() -> bool:
@@ -126,3 +131,63 @@ def without_hooks_of_script(parameters: Iterable[torch.Tensor]) -> Iterator[None
     finally:
         for hooks, before in held:
             hooks.update({key: hook for key, hook in before.items() if not _is_ours(hook)})
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The attributes of a module with its hooks."""
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a model with sharded weights, which are in one piece in the copy.
+
+    Raises ``Refused`` if the model contains something that cannot be copied, or a hook of the
+    script, because the hook's own state is not in the copy. Hooks of torch that compute weights
+    (``weight_norm``) stay.
+    """
+    for name, each in module.named_modules():
+        if any(not _is_of_torch(hook) for kind in HOOKS for hook in getattr(each, kind).values()):
+            where = name or type(module).__name__
+            raise Refused(
+                f"a copy of the model would not have the state of the script's hook on {where}"
+            )
+    try:
+        made = copy.deepcopy(module)
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError) as error:
+        line = str(error).partition("\n")[0]
+        raise Refused(f"the model cannot be copied, and the check needs a copy: {line}") from error
+    for each in made.modules():
+        if each._compiled_call_impl is not None:
+            each._compiled_call_impl = None
+    return made
+
+
+def _is_of_torch(hook: Any) -> bool:
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(owner).startswith("torch.")
+
+
+CACHE_ARGUMENTS = ("use_cache", "past_key_values", "cache", "cache_params", "state")
+"""The arguments, of any release, by which a script passes, requests or disables a cache."""
+
+
+def without_cache(module: nn.Module | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with ``use_cache=False`` if the model would return a cache by default.
+
+    The caches of a batch's parts cannot be joined, and training does not use them. Checkpointing in
+    Hugging Face's own models disables the cache for the same reason. The output then has no cache.
+    """
+    if module is None or any(kwargs.get(name) is not None for name in CACHE_ARGUMENTS):
+        return kwargs
+    try:
+        unasked = _returns_cache(unwrapped(module))
+    except Exception:  # noqa: BLE001 - another library's model, of which nothing is known
+        return kwargs
+    return kwargs | {"use_cache": False} if unasked else kwargs
+
+
+def _returns_cache(module: nn.Module) -> bool:
+    """Return whether a model returns a cache by default and has an argument to disable it."""
+    if not getattr(getattr(module, "config", None), "use_cache", False):
+        return False
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in parameters)

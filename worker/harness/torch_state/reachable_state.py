@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from autofit.worker.harness.torch_state.frames import is_library
-from autofit.worker.harness.torch_state.modules import hooks_of_script, is_sharded
+from autofit.worker.harness.torch_state.modules import HOOKS, hooks_of_script, is_sharded
 from autofit.worker.harness.torch_state.state_kinds import (
     DICT,
     PLAIN,
@@ -45,8 +45,7 @@ DEPTH = 8
 
 _DICTS = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
 """The dictionaries that every module has, such as hooks, parameters and children."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autofit", "builtins"}
 """Packages whose objects are not entered, except those with a ``Kind``."""
 
@@ -513,7 +512,7 @@ class _Walk:
             self._later(parameter, f"parameter {path}{key}", node, step, 1)
             for hook in () if parameter is None else hooks_of_script(parameter):
                 self._later(hook, _hook_name(f"{path}{key} ", hook), None, _itself, 1)
-        for name in _HOOKS:
+        for name in HOOKS:
             for key, hook in content.get(name, ()):
                 self._later(hook, _hook_name(path, hook), node, _entry(name, key), 1)
 

@@ -6,6 +6,7 @@ two readings of one object are compared by: numbers, lengths and types, but no i
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import tempfile
@@ -252,11 +253,7 @@ def _put_set(held: set[Any], items: tuple[Any, ...]) -> bool:
 
 
 def _are(held: Any, items: tuple[Any, ...]) -> bool:
-    return len(held) == len(items) and all(map(_is, held, items))
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+    return len(held) == len(items) and all(map(operator.is_, held, items))
 
 
 def _put_bytes(held: bytearray, content: bytes) -> bool:
@@ -296,17 +293,14 @@ def _inside_dict(content: tuple[tuple[Any, Any], ...]) -> Iterator[tuple[str, An
     return ((f"[{key!r:.40}]", key, value) for key, value in content[-ITEMS:])
 
 
-def _inside_set(content: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]]:
-    return iter(())  # hashable objects rarely change
-
-
 TENSOR = Kind(read_tensor, write_tensor, tensor_value, copies=True)
 ARRAY = Kind(read_array, write_array, lambda array, _: array_value(array), copies=True)
 DICT = Kind(lambda d: tuple(d.items()), _put_dict, lambda _, items: _pairs(items), _inside_dict)
 LIST = Kind(tuple, _put_list, lambda _, items: _items(items), _inside_sequence)
 DEQUE = Kind(tuple, _put_deque, lambda _, items: _items(items), _inside_sequence)
 TUPLE = Kind(tuple, lambda *_: True, lambda _, items: _items(items), _inside_sequence)
-SET = Kind(tuple, _put_set, lambda _, items: (len(items), _sorted(items)), _inside_set)
+SET = Kind(tuple, _put_set, lambda _, items: (len(items), _sorted(items)))
+# The items of a set are not entered: hashable objects rarely change.
 BYTES = Kind(bytes, _put_bytes, lambda _, content: content)
 GENERATOR = Kind(
     lambda generator: generator.get_state(),

@@ -1,6 +1,10 @@
-"""Undoes a plan, and reports a shortage of memory in it, after which the process is unusable."""
+"""Undoes changes: those of a plan, several at once, or that of an attribute for a while."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from autofit.strategies.base import Undo
 from autofit.worker.oom.attempt import attempt
@@ -17,25 +21,6 @@ class NotTakenBack(BaseException):
         self.error = error
 
 
-class UndoStack:
-    """The undos of one plan on one root, called last in, first out."""
-
-    def __init__(self) -> None:
-        self._undos: list[Undo] = []
-
-    def push(self, undo: Undo) -> None:
-        """Register an undo."""
-        self._undos.append(undo)
-
-    def undo_all(self) -> None:
-        """Call every undo; raise ``NotTakenBack`` if memory runs out."""
-        take_back(self._undos)
-
-    def clear(self) -> None:
-        """Drop every undo without calling it: the objects that it would restore are gone."""
-        self._undos.clear()
-
-
 def take_back(undos: list[Undo]) -> None:
     """Call ``undos``, the last one first, and empty the list.
 
@@ -46,3 +31,25 @@ def take_back(undos: list[Undo]) -> None:
         if (shortage := attempt(undo).shortage) is not None:
             undos.append(undo)
             raise NotTakenBack(shortage) from shortage
+
+
+def together(*undos: Undo) -> Undo:
+    """Return an undo that calls ``undos``, the last one first, and only once."""
+    left = [*undos]
+
+    def undo() -> None:
+        while left:
+            left.pop()()
+
+    return undo
+
+
+@contextmanager
+def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of ``owner`` to ``value`` within this context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

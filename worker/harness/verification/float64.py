@@ -109,7 +109,7 @@ def in_float64(module: nn.Module, move: Move = still) -> Iterator[ShiftedWeights
     if _slow.get(id(module)) is module:
         raise CannotRun(TOO_SLOW)
     if moves_together(module):
-        raise CannotRun("the model's weights are spread over the ranks")
+        raise CannotRun("the model's weights are sharded or paged")
     default = torch.get_default_dtype()
     weights = _Above(module, move)
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ class _Above(ShiftedWeights):
         self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for each in module.parameters():
             if not (each.is_floating_point() or each.is_complex()):
-                raise CannotRun("the model holds weights in a code, and kernels that read it")
+                raise CannotRun("the model's weights are quantized")
             if is_low(each) and not self.covers(each):
                 raise CannotRun(f"the model has a {type(each).__name__}")
 

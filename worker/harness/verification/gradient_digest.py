@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from autofit.strategies.support.device import on_accelerator
+
 BUCKETS = 4093
 """The number is prime. If it were a layer's number of inputs, each sum would run over all outputs.
 The sums of a gradient behind a normalization are zero up to rounding."""
@@ -79,11 +81,11 @@ def digest(
 
 @functools.cache
 def _begin_backward(device: torch.device) -> None:
-    """Let autograd's thread for a GPU set its CUDA context.
+    """Let autograd's thread for a device start it: on a GPU, set its CUDA context.
 
     Otherwise cuBLAS may be the first to need it there, and torch warns.
     """
-    if device.type == "cuda":
+    if on_accelerator(device):
         with torch.enable_grad():
             one = torch.ones((), device=device, requires_grad=True)
             torch.autograd.grad([get_gradient_edge(one.exp())], [get_gradient_edge(one)])

@@ -71,9 +71,9 @@ class CallKind:
             if shown is not None:
                 traits, ranges = _traits(shown, layout)
                 self.traits |= traits
-                self.ranges |= {
-                    i: _union(self.ranges.get(i, new), new) for i, new in ranges.items()
-                }
+                for i, (low, high) in ranges.items():
+                    known = self.ranges.get(i, (low, high))
+                    self.ranges[i] = min(known[0], low), max(known[1], high)
         self.layout = replace(layout, shown=None)
 
     def refuse(self, cause: object, refusal: Refused) -> None:
@@ -280,7 +280,7 @@ class Layouts:
         """Verify the layout on ``batch``; raise ``Undecided`` if that does not fit in memory."""
         outcome = attempt(lambda: self._find(batch, gradients))
         if not outcome.fits:
-            raise Undecided("memory ran out while the split was verified on another kind of batch")
+            raise Undecided("memory ran out during the check of a split on another kind of batch")
         return outcome.result()
 
 
@@ -339,10 +339,6 @@ def _labels_of(plain: list[Any]) -> Labels:
 
 def _within(seen: Range, known: Range | None) -> bool:
     return known is not None and known[0] <= seen[0] and seen[1] <= known[1]
-
-
-def _union(one: Range, other: Range) -> Range:
-    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def _traits(batch: Batch, layout: Layout) -> tuple[Traits, dict[int, Range]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from autofit.strategies.base import Deferred, Fidelity, Forward, Strategy
 from autofit.strategies.support.block_levels import ALL
 from autofit.worker.harness.batch.layout import Batch, Layout, equal_cuts
 from autofit.worker.harness.torch_state.compile_state import uncompiled
-from autofit.worker.harness.torch_state.hf_cache import without_cache
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
 from autofit.worker.harness.torch_state.module_state import (
     Change,
@@ -36,7 +35,12 @@ from autofit.worker.harness.torch_state.module_state import (
     different_updates,
     updates_since,
 )
-from autofit.worker.harness.torch_state.modules import gathered, is_paged, moves_together
+from autofit.worker.harness.torch_state.modules import (
+    gathered,
+    is_paged,
+    moves_together,
+    without_cache,
+)
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
 from autofit.worker.harness.verification.fixed_draws import without_dropout
@@ -52,7 +56,7 @@ from autofit.worker.harness.verification.gradient_digest import (
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.proof_record import ProofRecord, Sensitivity
+from autofit.worker.harness.verification.proof_cache import ProofRecord, Sensitivity
 from autofit.worker.harness.verification.shifted_weights import (
     ShiftedWeights,
     moving,
@@ -77,8 +81,6 @@ from autofit.worker.records.trials import NOT_COMPARABLE
 
 Saved = Callable[[], AbstractContextManager[object]]
 """Makes a context that decides where autograd's saved tensors are stored."""
-
-Answer = TypeVar("Answer")
 
 
 class Effects(NamedTuple):
@@ -110,13 +112,12 @@ CHECKPOINTED = Plan().with_number(Number.BLOCKS, ALL)
 class CheckedRoot(Protocol):
     """What a check needs to know of a root, and how it puts a plan on it."""
 
-    @property
-    def proof(self) -> ProofRecord:
-        """Where the check leaves what it finds."""
-
-    @property
-    def facts(self) -> RootFacts | None:
-        """What is known of the root; ``None`` before its first call."""
+    proof: ProofRecord
+    """Where the check leaves what it finds."""
+    facts: RootFacts | None
+    """What is known of the root; ``None`` before its first call."""
+    plan: Plan
+    """The plan that is applied."""
 
     @property
     def module(self) -> nn.Module:
@@ -125,10 +126,6 @@ class CheckedRoot(Protocol):
     @property
     def outer(self) -> nn.Module:
         """The module that the script calls."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that is applied."""
 
     @property
     def plain(self) -> Forward:
@@ -162,7 +159,7 @@ def prove(
     size, or the tolerance depends on noise, which every process measures with its own weights.
     Returns whether a check ran.
     """
-    root.proof.check_begins()
+    root.proof.difference = None
     in_calls = plan.in_calls
     noisy = _has_batch_statistics(root) and in_calls.fidelity(facts) is Fidelity.ROUNDING
     known = known and not any(strategy.sized for strategy, _ in in_calls)
@@ -170,9 +167,10 @@ def prove(
     if known or not shows_in_calls(plan, facts):
         root.apply(plan)
         return False
-    root.proof.proof_begins()
+    root.proof.proofs += 1
     if noisy:
-        root.proof.measure_noise_anew()
+        # The sensitivity of other weights may be too small for these.
+        root.proof.noise_measured_here, root.proof.sensitivity = True, None
     kwargs = without_cache(root.module, kwargs)
     for strategy, level in in_calls:
         args, kwargs = strategy.checkable_call(level, args, kwargs)
@@ -208,7 +206,7 @@ def _check_uncompiled(root: CheckedRoot, check: Callable[[], None], *, alone: bo
             return
         fits = attempt(check).fits
     if not fits:
-        root.proof.drop_plain_results()
+        root.proof.plain_results.clear()
         check()
 
 
@@ -323,14 +321,14 @@ def _difference_in_float64(
     """
     blamed = _blamed(plan)
     _require_finite(plain, blamed)
-    root.proof.found_difference(mean_difference(under.gradients, plain.gradients))
-    state = _state_differences(under, plain, TOLERANCES.double)
+    root.proof.difference = mean_difference(under.gradients, plain.gradients)
+    state = different_updates(under.updates, plain.updates, exact=TOLERANCES.double)
     if state:
         excused = unsteady()
         state = [name for name in state if name not in excused]
     _refuse_state(state, blamed)
     if len(under.outputs) != len(plain.outputs):
-        raise Refused("the model returns other outputs under the plan", blamed)
+        raise Refused("the model returns a different number of outputs under the plan", blamed)
     largest = 0.0
     for what, found, expected in (
         ("gradients", under.gradients, plain.gradients),
@@ -372,12 +370,12 @@ def _in_float64(
 def _both_in_float64(
     root: CheckedRoot, applied: Plan, samples: Batch, key: tuple[object, ...]
 ) -> tuple[Effects, Effects]:
-    plain = root.proof.plain_result(key)
+    plain = root.proof.plain_results.get(key)
     if plain is None:
         root.take_back()
         with autocast_noticed(root), soon(root.module, forwards=3.0):
             plain = _plain_in_float64(root, samples)
-        root.proof.keep_plain_result(key, plain)
+        root.proof.plain_results[key] = plain
     dtypes = [parameter.dtype for parameter in root.module.parameters()]
     root.apply(applied)  # outside of float64, which restores attributes of modules
     if [parameter.dtype for parameter in root.module.parameters()] != dtypes:
@@ -401,7 +399,8 @@ def _unsteady(root: CheckedRoot, applied: Plan, samples: Batch, plain: Effects) 
     root.apply(applied)
     if max(differences([again.gradients], plain.gradients), default=0.0) > TOLERANCES.double:
         raise Refused(UNREPEATABLE, _blamed(applied))
-    return frozenset(_state_differences(plain, again, TOLERANCES.double))
+    state = different_updates(plain.updates, again.updates, exact=TOLERANCES.double)
+    return frozenset(state)
 
 
 def _effects_under_plan(root: CheckedRoot, batch: Batch, *, lazy: bool = True) -> Effects:
@@ -426,22 +425,21 @@ def _effects_with_and_without(
     All samples run if the model cannot run on a few: the nodes of a graph, or a batch with state
     from the previous call.
     """
-    ways = _ways(root)
-    if not (_size(batch) and pointing(batch, _layout(batch))):
-        try:
-            return _first_that_fits(root, plan, batch, call, ways)
-        except _Indivisible:
-            pass
-    size = _size(batch)
-    every = dict.fromkeys(way._replace(most=size) for way in ways)
-    return _first_that_fits(root, plan, batch, call, [*every])
+    ways, size, both = _ways(root), _size(batch), None
+    if not (size and pointing(batch, _layout(batch))):
+        both = _first_that_fits(root, plan, batch, call, ways)
+    if both is None:
+        every = dict.fromkeys(way._replace(most=size) for way in ways)
+        both = _first_that_fits(root, plan, batch, call, [*every])
+    assert both is not None, "the model runs on all samples"
+    return both
 
 
 def _first_that_fits(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
-) -> tuple[Effects, Effects]:
-    """Apply ``plan``; return both effects from the first of ``ways`` that fits in memory."""
-    outcome: Outcome[tuple[Effects, Effects]] | None = None
+) -> tuple[Effects, Effects] | None:
+    """Apply ``plan``; return what ``_effects_of_way`` does for the first of ``ways`` that fits."""
+    outcome: Outcome[tuple[Effects, Effects] | None] | None = None
     for name, most, saved in ways:
         run = partial(_effects_of_way, root, plan, batch, most, saved, (name, most, *call))
         if moves_together(root.module):
@@ -454,10 +452,6 @@ def _first_that_fits(
     return outcome.result()
 
 
-class _Indivisible(Exception):
-    """The model runs on all samples of a call or on none."""
-
-
 def _ways(root: CheckedRoot) -> list[Way]:
     """Return the ways to run samples without a plan; each is tried if those before do not fit.
 
@@ -467,7 +461,9 @@ def _ways(root: CheckedRoot) -> list[Way]:
     paged. It fits neither without checkpointed blocks, so these are not compared with others.
     """
     fewest = _fewest_samples(root)
-    several = Way("plain", _enough_samples(root), nullcontext)
+    # Batch statistics of very few samples are mostly noise.
+    enough = 4 * SAMPLES if _has_batch_statistics(root) else SAMPLES
+    several = Way("plain", enough, nullcontext)
     one = Way("plain", fewest, nullcontext)
     on_host = Way("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
     can = root.checkpointed_blocks
@@ -488,15 +484,15 @@ def _effects_of_way(
     most: int,
     saved: Saved,
     key: tuple[object, ...],
-) -> tuple[Effects, Effects]:
+) -> tuple[Effects, Effects] | None:
     """Apply ``plan``; return the effects of up to ``most`` samples without it and under it.
 
-    ``key``: names the plain result, which later checks in the same call reuse. Raises
-    ``_Indivisible`` if the model fails on fewer samples without the plan too.
+    ``key``: names the plain result, which later checks in the same call reuse. Returns ``None`` if
+    the model runs on all samples of a call only: it fails on fewer without the plan too.
     """
     sharded = moves_together(root.module)
     samples = _samples(batch, most)
-    plain = root.proof.plain_result(key)
+    plain = root.proof.plain_results.get(key)
     if plain is None:
         try:
             with saved(), autocast_noticed(root):
@@ -504,8 +500,9 @@ def _effects_of_way(
         except RuntimeError as error:
             if most >= _size(batch) or sharded or classify(error).kind is not Kind.NOT_OOM:
                 raise
-            raise _Indivisible from error
-        root.proof.keep_plain_result(key, plain)
+            free_frames(error)
+            return None
+        root.proof.plain_results[key] = plain
     root.apply(plan)
     if is_paged(root.module) and root.checkpointed_blocks is None:
         saved = nullcontext  # the plan checkpoints the blocks itself
@@ -513,11 +510,6 @@ def _effects_of_way(
         with saved():
             return plain, _effects(root, root.forward, samples)
     return plain, _effects_under_plan(root, samples)
-
-
-def _enough_samples(root: CheckedRoot) -> int:
-    """Return how many samples are enough: batch statistics of very few samples are mostly noise."""
-    return 4 * SAMPLES if _has_batch_statistics(root) else SAMPLES
 
 
 def _fewest_samples(root: CheckedRoot) -> int:
@@ -552,7 +544,7 @@ def _compare(
     """
     plan, blamed = applied.in_calls, _blamed(applied)
     _require_finite(expected, blamed)
-    root.proof.found_difference(mean_difference(under.gradients, expected.gradients))
+    root.proof.difference = mean_difference(under.gradients, expected.gradients)
     try:
         if plan.fidelity(_as_cast(root, facts)) is Fidelity.ROUNDING:
             return _compare_rounded(root, applied, facts, under, expected, batch, call)
@@ -570,7 +562,7 @@ def _compare_exact(under: Effects, expected: Effects) -> None:
     error = max(differences([under.gradients], expected.gradients), default=0.0)
     sure = error <= TOLERANCES.single_gradients
     tolerance = TOLERANCES.single_gradients if sure else TOLERANCES.residual
-    _refuse_state(_state_differences(under, expected, tolerance))
+    _refuse_state(different_updates(under.updates, expected.updates, exact=tolerance))
     if sure:
         return
     shares, _, rest = coefficients([expected.gradients], under.gradients)
@@ -579,10 +571,6 @@ def _compare_exact(under: Effects, expected: Effects) -> None:
         raise Refused(
             _difference_text(f"by {error:.1e}, {TOLERANCES.single_gradients:.1e} allowed")
         )
-
-
-def _state_differences(under: Effects, expected: Effects, exact: float) -> list[str]:
-    return different_updates(under.updates, expected.updates, exact=exact)
 
 
 def _compare_rounded(
@@ -605,7 +593,7 @@ def _compare_rounded(
     if not alone:  # all ranks must decide alike: an extra forward would hang collectives
         doubtful = _has_batch_statistics(root) and not _communicates(root.module)
     if doubtful and root.proof.sensitivity is None:
-        root.proof.found_sensitivity(_on_samples_that_fit(root, applied, batch, call, _sensitivity))
+        root.proof.sensitivity = _sensitivity(root, applied, batch, call)
     allowed, chaos = TOLERANCES.rounding, False
     if (noise := root.proof.sensitivity) is not None:
         most = TOLERANCES.noise * noise.gradients
@@ -627,7 +615,7 @@ def _compare_rounded(
 
 def _refuse_state(differing: list[str], blamed: str | None = None) -> None:
     if differing:
-        raise Refused(f"the model's {differing[0]} would not change as it does", blamed)
+        raise Refused(f"the model's {differing[0]} would change differently under the plan", blamed)
 
 
 def _difference_text(figures: str, what: str = "gradients") -> str:
@@ -639,37 +627,14 @@ def _as_cast(root: CheckedRoot, facts: Facts) -> Facts:
     return replace(facts, autocast=facts.autocast or root.proof.autocasts)
 
 
-def _sensitivity(root: CheckedRoot, samples: Batch, plain: Effects) -> Sensitivity:
+def _sensitivity(
+    root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...]
+) -> Sensitivity | None:
     """Return how the plain root reacts when weights and inputs are rounded to bf16 once.
 
     The computation itself keeps the script's precision. A model amplifies this small difference as
     it amplifies the rounding of any lower precision. With BatchNorm at random initialisation, the
-    gradients differ by tens of per cent.
-    """
-    with moving(root.module, to_bf16) as weights:
-        leaves = [_rounded(leaf) for leaf in samples.leaves]
-        found = _effects(root, root.plain, Batch(leaves, samples.spec), weights=weights)
-    buffers = frozenset(different_updates(found.updates, plain.updates))
-    return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
-
-
-def _rounded(leaf: Any) -> Any:
-    """Return a float32 tensor rounded to bf16; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
-        return leaf
-    return leaf.detach().bfloat16().float().requires_grad_(leaf.requires_grad)
-
-
-def _on_samples_that_fit(
-    root: CheckedRoot,
-    plan: Plan,
-    batch: Batch,
-    call: tuple[object, ...],
-    ask: Callable[[CheckedRoot, Batch, Effects], Answer],
-) -> Answer | None:
-    """Return the result of ``ask`` for the plain root on samples that fit; ``None`` if none do.
-
-    ``ask`` also receives the effects of these samples without a plan. ``plan`` is applied again
+    gradients differ by tens of per cent. ``None`` if no samples fit. ``plan`` is applied again
     afterwards.
     """
     root.take_back()
@@ -677,17 +642,31 @@ def _on_samples_that_fit(
     try:
         for name, most, saved in [*ways, *((name, size, saved) for name, _, saved in ways)]:
             samples = _samples(batch, most)
-            plain = root.proof.plain_result((name, most, *call))
+            plain = root.proof.plain_results.get((name, most, *call))
             try:
                 with saved():
-                    return ask(root, samples, plain or _effects(root, root.plain, samples))
+                    plain = plain or _effects(root, root.plain, samples)
+                    leaves = [_rounded(leaf) for leaf in samples.leaves]
+                    with moving(root.module, to_bf16) as weights:
+                        rounded = Batch(leaves, samples.spec)
+                        found = _effects(root, root.plain, rounded, weights=weights)
             except Exception as error:  # the model may need more samples, or less memory
                 if classify(error).kind is not Kind.OOM and most >= size:
                     raise
                 free_frames(error)
+            else:
+                buffers = frozenset(different_updates(found.updates, plain.updates))
+                return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
         return None
     finally:
         root.apply(plan)
+
+
+def _rounded(leaf: Any) -> Any:
+    """Return a float32 tensor rounded to bf16; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32:
+        return leaf
+    return leaf.detach().bfloat16().float().requires_grad_(leaf.requires_grad)
 
 
 def _layout(batch: Batch) -> Layout:
@@ -749,7 +728,7 @@ def _effects(
         differentiate = digest if weights is None else weights.digest
         found = differentiate(outputs, cotangents, parameters) if counts else []
         if counts and not any(bool(each.any()) for each in found):
-            raise Refused("no gradient of its weights is there to be compared")
+            raise Refused("the model's weights have no gradients to compare")
         del outputs, cotangents
         return Effects(folded, found, updates_since(start))
 
@@ -765,7 +744,7 @@ def autocast_noticed(root: CheckedRoot) -> Iterator[None]:
     """Record it if a part of the root runs under autocast, in a call without a plan."""
 
     def look(*_: object) -> None:
-        root.proof.found_autocast(autocast_on())
+        root.proof.autocasts |= autocast_on()
 
     if root.facts is not None and root.facts.compiled:  # it would be compiled anew for the hook
         yield

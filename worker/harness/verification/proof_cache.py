@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from autofit.plan import Plan
 from autofit.worker.records.trials import Proven
 
 ROOT = "something of this root was verified"
@@ -83,3 +85,60 @@ class Known:
 
 def _digest(key: object) -> str:
     return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+PLAN = "what of a plan shows in the gradients"
+"""Names this evidence in the store: changing the text makes older stores' evidence unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What rounding weights and inputs to bf16 does to a root's plain call."""
+
+    gradients: float
+    """Relative difference of all gradients together."""
+    buffers: frozenset[str]
+    """Names of the buffers that then change differently."""
+
+
+class ProofRecord:
+    """The findings of one root's checks."""
+
+    def __init__(self, evidence: Known | None = None) -> None:
+        """``evidence``: what this process or an earlier one verified of the root."""
+        self.evidence = evidence or Known()
+        self.proofs = 0
+        """Checks made so far. A step that contains a check needs extra time and memory."""
+        self.difference: float | None = None
+        """Relative difference of the gradients in the latest check."""
+        self.sensitivity: Sensitivity | None = None
+        """``None`` until a check has measured it."""
+        self.noise_measured_here = False
+        """This process has checked a plan that rounds, so the noise is that of its own weights."""
+        self.autocasts = False
+        """The root's own forward enters autocast."""
+        self.plain_results: dict[tuple[object, ...], Any] = {}
+        """What samples gave without a plan in this call, in which several plans may be checked."""
+
+    def remember(self, plan: Plan) -> None:
+        """Record that ``plan`` passed its check, with what the check has found."""
+        noise = self.sensitivity
+        held = noise and [noise.gradients, sorted(noise.buffers)]
+        self.evidence.put([self.autocasts, held], PLAN, plan.in_calls.changes)
+
+    def is_known(self, plan: Plan) -> bool:
+        """Return whether ``plan`` passed its check before; take over what that check found.
+
+        Blocks run again one by one. If all of them passed, any number of them does.
+        """
+        plans = (plan, plan.all_blocks)
+        found = next(
+            filter(None, (self.evidence.get(PLAN, p.in_calls.changes) for p in plans)), None
+        )
+        if found is None:
+            return False
+        autocasts, noise = found
+        self.autocasts |= autocasts
+        if noise is not None and self.sensitivity is None:
+            self.sensitivity = Sensitivity(noise[0], frozenset(noise[1]))
+        return True

@@ -30,7 +30,7 @@ from autofit.worker.harness.torch_state.modules import (
 )
 from autofit.worker.harness.verification.gradient_digest import Digest, digest, fold, pattern
 
-SETS_WEIGHTS = "the model sets its weights in a forward, from the batch maybe"
+SETS_WEIGHTS = "the model writes its weights in forward, possibly from the batch"
 SLIGHTLY = 0.05
 """How far biases and norms move: as much as a few hundred steps make."""
 SHARE = 0.3

@@ -27,6 +27,7 @@ from autofit.exceptions import Refused
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.torch_state.graph import differentiated
 from autofit.worker.harness.torch_state.module_state import near
+from autofit.worker.harness.torch_state.modules import foreign
 from autofit.worker.harness.torch_state.reachable_state import (
     ABSENT,
     Absent,
@@ -41,17 +42,20 @@ from autofit.worker.harness.torch_state.state_kinds import PLAIN, Large
 def refuse_listeners(module: nn.Module) -> None:
     """Raise ``Refused`` if the script has a backward hook inside the root."""
     for name, each in module.named_modules():
-        hooks = [*each._backward_hooks.values(), *each._backward_pre_hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("autofit.") for hook in hooks):
+        if foreign(each._backward_hooks) or foreign(each._backward_pre_hooks):
             where = f"on {name}" if name else "on the model"
-            raise Refused(f"a backward hook of the script {where} would see each part's gradient")
+            raise Refused(
+                f"a backward hook of the script {where} would see gradients of parts of the batch"
+            )
 
 
 def refuse_checkpoint_around() -> None:
     """Raise ``Refused`` if a checkpoint of the script will run the root again, in a backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
-        raise Refused("the script checkpoints the model as a whole, which would run without parts")
+        raise Refused(
+            "the script checkpoints the whole model, which would run in one piece in backward"
+        )
 
 
 def refuse_changed_arguments(part: Batch, before: list[int | None], after: Batch) -> None:
@@ -75,12 +79,13 @@ def versions(part: Batch) -> list[int | None]:
 def weights(module: nn.Module) -> list[float]:
     """Return the norm of each parameter, to detect a forward that changes it."""
     with torch._C.DisableTorchFunction(), torch.no_grad():  # the parameters, no shifted weights
-        plain = [p for p in module.parameters() if type(p) is nn.Parameter and p.numel()]
-        return [float(norm) for norm in torch._foreach_norm([p for p in plain if _fraction(p)])]
-
-
-def _fraction(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided
+        plain: list[torch.Tensor] = [
+            p
+            for p in module.parameters()
+            if type(p) is nn.Parameter and p.numel()
+            if p.is_floating_point() and p.layout is torch.strided
+        ]
+        return [float(norm) for norm in torch._foreach_norm(plain)]
 
 
 def state_updates(
@@ -111,7 +116,9 @@ def refuse_other_changes(
         may_be_table = key not in start.values and "[" not in key[0]
         if near(one, other, tolerance) or (may_be_table and _is_table(one, other)):
             continue
-        raise Refused(_remembered_text(key[0]))
+        if key[0].startswith("buffer"):
+            raise Refused(f"the model changes its {key[0]} in every forward")
+        raise Refused(f"the model keeps something of its forward for later: its {key[0]}")
 
 
 def refuse_changes_in_backward(after: Snapshot, now: Snapshot) -> None:
@@ -131,12 +138,6 @@ def _is_table(one: Any, other: Any) -> bool:
 
 def _is_plain(snapshot: Snapshot, key: tuple[str, str]) -> bool:
     return isinstance(snapshot.values.get(key, ABSENT), (*PLAIN, Absent))
-
-
-def _remembered_text(name: str) -> str:
-    if name.startswith("buffer"):
-        return f"the model changes its {name} in every forward"
-    return f"the model keeps something of a forward for later: its {name}"
 
 
 class Witness(TorchDispatchMode):
@@ -211,7 +212,9 @@ class Escapes:
             others = [o for o in outputs if not (isinstance(o, torch.Tensor) or callable(o))]
             for name in (type(each).__name__ for each in others if hasattr(each, "__dict__")):
                 raise Refused(f"the model returns a {name}, whose tensors cannot be joined")
-            raise Refused("the model keeps a part of its forward (an attribute, a hook) for later")
+            raise Refused(
+                "the model keeps a part of its forward for later, in an attribute or by a hook"
+            )
 
     def refuse_foreign(self) -> None:
         """Raise ``Refused`` if somebody can read the gradient of a tensor that was noted."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Forward
@@ -34,7 +36,6 @@ from autofit.worker.harness.verification.loss_weights import (
     rolled,
     varied,
 )
-from autofit.worker.harness.verification.repeated_heads import RepeatedHeads
 from autofit.worker.harness.verification.shifted_weights import SETS_WEIGHTS, far, moving, near
 from autofit.worker.harness.verification.side_effects import (
     Escapes,
@@ -65,7 +66,7 @@ SAMPLES = 4
 SEEDS = range(6)
 """Of Python's and NumPy's generators, for a model that draws with them."""
 ELSEWHERE = "it draws with Python or NumPy, whose numbers cannot be repeated for each sample"
-REENTRANT = "the model checkpoints with use_reentrant=True, through which nothing can be verified"
+REENTRANT = "the model checkpoints with use_reentrant=True, and autofit cannot verify such a model"
 HALF_SCALE = 2.0**12
 """The loss scale in float16, so that gradients do not underflow."""
 
@@ -170,6 +171,33 @@ def _paged(around: LowMemory) -> Iterator[None]:
         yield
 
 
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class RepeatedHeads(TorchFunctionMode):
+    """Repeats keys and values before each call of ``scaled_dot_product_attention``.
+
+    torch's fused kernel for float32 on a GPU has no groups. Attention with ``enable_gqa`` then has
+    a score for every pair of tokens and every head, in several copies: 2 GiB a sample for 32 heads
+    and 2048 tokens. With repeated keys and values, the fused kernel computes the same function and
+    needs none of them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and kwargs.get("enable_gqa"):
+            given = dict(zip(NAMES, args, strict=False)) | kwargs
+            heads = given["query"].shape[-3]
+            for name in ("key", "value"):
+                times = heads // given[name].shape[-3]
+                given[name] = given[name].repeat_interleave(times, dim=-3)
+            return func(**{**given, "enable_gqa": False})
+        return func(*args, **kwargs)
+
+
 class _SplitCheck:
     """The check of one root on one of its calls."""
 
@@ -195,11 +223,13 @@ class _SplitCheck:
             if (way.wide, way.autocast) in failed:
                 continue
             try:
-                outcome = self._try(layout, chosen[: way.samples], way)
+                some = chosen[: way.samples]
+                outcome = attempt_model(partial(self._find, layout, some, way))
             except Undecided:
                 if len(chosen) <= way.samples:
                     raise
-                outcome = self._try(layout, chosen[-way.samples :], way)
+                some = chosen[-way.samples :]
+                outcome = attempt_model(partial(self._find, layout, some, way))
             if outcome.failure is not None:
                 failed.add((way.wide, way.autocast))
             elif outcome.fits:
@@ -223,13 +253,12 @@ class _SplitCheck:
                 if classify(error).kind is Kind.NOT_OOM:
                     raise
 
-    def _try(self, layout: Layout, samples: Sequence[int], way: Way) -> Outcome[Layout]:
-        return attempt_model(lambda: self._find(layout, sorted(samples), way))
-
     def _find(self, layout: Layout, samples: Sequence[int], way: Way) -> Layout:
-        part = few(self.batch, layout, samples)
+        part = few(self.batch, layout, sorted(samples))
         if self.gradients:
-            _need_gradients(part, self.batch)
+            for copy, leaf in zip(part.leaves, self.batch.leaves, strict=True):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    copy.requires_grad_()  # the output of another root, for example
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if self.gradients else torch.no_grad())
             # A split does not depend on TF32, and without it the comparison is more accurate.
@@ -282,7 +311,7 @@ class _SplitCheck:
         if runner.draws.unknown:
             names = ", ".join(sorted(runner.draws.unknown))
             raise Refused(f"the model draws random numbers that cannot be fixed: {names}")
-        if self.sizes and self._size(runner.layout) > comparison.size:
+        if self.sizes and runner.layout.size(self.batch) > comparison.size:
             self._compare_sizes(comparison, start, wide=way.wide)
         points, shown = [first], None
         if self.gradients:
@@ -312,9 +341,6 @@ class _SplitCheck:
             except Mismatch as mismatch:
                 raise Mismatch(f"{mismatch}, for some of the numbers that it draws") from None
         runner.draw(USUAL, None)
-
-    def _size(self, layout: Layout) -> int:
-        return layout.size(self.batch)
 
     def _second_point(
         self, comparison: Comparison, first: Whole
@@ -363,8 +389,10 @@ class _SplitCheck:
 
     def _compare_sizes(self, comparison: Comparison, start: Snapshot, *, wide: bool) -> None:
         """Compare the whole batch with two parts; if it does not fit, half of it, and so on."""
-        batch = Batch([_detached(leaf) for leaf in self.batch.leaves], self.batch.spec)
-        layout, size = comparison.layout, self._size(comparison.layout)
+        leaves = [x.detach() if isinstance(x, torch.Tensor) else x for x in self.batch.leaves]
+        batch = Batch(leaves, self.batch.spec)
+        layout = comparison.layout
+        size = layout.size(batch)
         while size > comparison.size:
             some = Batch(layout.select(batch, (0, size)), batch.spec)
             part = widened_batch(some) if wide else some
@@ -459,26 +487,12 @@ def pointing(batch: Batch, layout: Layout) -> str | None:
             top, low = int(leaf.max()), int(leaf.min())
             ordered = bool((leaf == torch.arange(leaf.shape[-1], device=leaf.device)).all())
             if SAMPLES <= top <= size and low >= 0 and not ordered:
-                return "an argument of whole numbers may point at samples of the batch"
+                return "an integer argument may contain indices of samples"
         elif leaf.ndim == 1:
             order = torch.arange(size).to(leaf)
             if bool((leaf.sort().values == order).all()) and not bool((leaf == order).all()):
-                return "an argument may be an order of the samples of the batch"
+                return "an argument may be a permutation of the samples"
     return None
-
-
-def _need_gradients(part: Batch, batch: Batch) -> None:
-    """Let the copies require gradients if the script's arguments do.
-
-    The output of another root does, for example.
-    """
-    for copy, leaf in zip(part.leaves, batch.leaves, strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            copy.requires_grad_()
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _copied(leaf: Any) -> Any:
@@ -505,4 +519,4 @@ def preserved(module: nn.Module) -> Iterator[Snapshot]:
         left = start.restore()
         state.restore()
     if left:
-        raise Refused(f"what a check changes in the model cannot be put back: its {left[0]}")
+        raise Refused(f"a check cannot restore the model's {left[0]}")

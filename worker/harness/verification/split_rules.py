@@ -148,7 +148,7 @@ def _refuse_by_coefficients(pieces: Sequence[Digest], expected: Digest) -> None:
     """
     shares, errors, rest = coefficients(pieces, expected)
     if rest > TOLERANCES.residual:
-        raise Mismatch(f"the gradients of a split batch differ: {rest:.1e} is of no part")
+        raise Mismatch(f"the gradients of a split batch differ: {rest:.1e} comes from no part")
     rounding, decided = rest * length(expected), True
     for share, error, piece in zip(shares, errors, pieces, strict=False):
         off = abs(share - 1.0)
@@ -286,7 +286,7 @@ class Comparison:
         without = self._without_graph(whole, cuts[0]) if self.parameters else None
         chunks = self._chunks(whole, cuts)
         if without is not None and not self._alike(without, chunks[0]):
-            raise Mismatch("the model answers differently without gradients")
+            raise Mismatch("the model's output differs without gradients")
         values = [chunk.without_graph() for chunk in chunks]
         self._compare(whole, chunks, cuts)
         self._refuse_undecided(whole, values)
@@ -342,7 +342,7 @@ class Comparison:
             outcome = attempt_model(lambda: self._started(whole.start, self.part, cut))
         if outcome.failure is not None:
             self._started(whole.start, self.part, cut)  # raises if the model cannot run at all
-            raise Refused("the model cannot run without gradients, as a part of it must")
+            raise Refused("the model does not run without gradients, and parts of a batch must")
         return outcome.result()
 
     def _chunks(self, whole: Whole, cuts: Sequence[Cut]) -> list[Output]:
@@ -351,7 +351,7 @@ class Comparison:
         for cut in cuts:
             found.append(self._started(whole.start, self.part, cut))
             if found[-1].spec != whole.output.spec:
-                raise Refused("the model's output has another structure for a part of the batch")
+                raise Refused("the structure of the model's output differs for a part of the batch")
             now = Snapshot(whole.start.module, copies=False)
             refuse_other_changes(whole.start, whole.after, now, self.criterion.outputs)
         return found

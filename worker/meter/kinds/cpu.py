@@ -1,4 +1,4 @@
-"""Meters of the CPU, which stands in for a GPU with real limits and OOMs. Imports no torch.
+"""The CPU, which stands in for a GPU with real limits and OOMs. Imports no torch.
 
 ``ShimMeter`` counts and caps exact bytes. ``ResidentMeter`` measures a process without a cap.
 """
@@ -6,13 +6,62 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
-from autofit.worker.meter.base import NEAR, Peak
+from autofit import host
+from autofit.exceptions import UsageError
+from autofit.facts import HOST, Hardware
+from autofit.worker.meter import build
+from autofit.worker.meter.base import NEAR, DeviceKind, Meter, Peak
+
+NO_SHIM = (
+    "a memory budget on the CPU needs Linux and a C compiler to count allocations;"
+    " install gcc or clang, or use a GPU"
+)
+_SHIM_CAP = "AUTOFIT_SHIM_CAP"
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc_pid_clear_refs(5): "reset the peak resident set size"
+
+
+class Cpu(DeviceKind):
+    """The processors and the memory of this machine, as one device."""
+
+    name = HOST
+
+    def hardware(self, index: int) -> Hardware:
+        """Return the CPU's model and the memory that this process may use."""
+        return host.hardware()
+
+    def free_bytes(self, index: int) -> int:
+        """Return the bytes that a new process could allocate without swapping."""
+        return host.free_bytes()
+
+    def require_cap(self) -> None:
+        """Raise ``UsageError`` if the shim cannot be compiled."""
+        if build.shim() is None:
+            raise UsageError(NO_SHIM)
+
+    def environment(self, cap: int | None, base: Mapping[str, str]) -> dict[str, str]:
+        """Preload the shim; the first call on a machine compiles it, which takes about a second."""
+        if cap is not None:
+            self.require_cap()
+        if (shim := build.shim()) is None:
+            return {}
+        preload = base.get("LD_PRELOAD", "")
+        return {
+            "LD_PRELOAD": f"{shim}:{preload}" if preload else str(shim),
+            _SHIM_CAP: str(cap or 0),
+        }
+
+    def meter(self, cap: int | None) -> Meter:
+        """Return the meter that reads the shim, or the resident memory without one."""
+        return ShimMeter.loaded() or ResidentMeter()
+
+
+KIND = Cpu()
 
 
 class ShimMeter:
@@ -21,7 +70,7 @@ class ShimMeter:
     These are all the bytes that count, so the three fields of a peak are equal.
     """
 
-    device = "cpu"
+    device = HOST
     context = 0
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -112,7 +161,7 @@ class ResidentMeter:
     libraries', less what the process held when ``arm`` was called.
     """
 
-    device = "cpu"
+    device = HOST
     context = 0
     capacity = None
 

@@ -1,4 +1,4 @@
-"""Meter of an NVIDIA GPU: tensors from torch's allocator, the whole process from NVML.
+"""NVIDIA's GPUs: tensors are counted by torch's allocator, the whole process by NVML.
 
 The budget covers all memory of the process on the device. torch's allocator does not hold all of
 it. The rest is the CUDA context (about half a GiB, more once libraries have loaded their kernels),
@@ -21,19 +21,63 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.exceptions import WorkerError
-from autofit.worker.meter import nvml
-from autofit.worker.meter.base import NEAR, Peak
+from autofit.facts import Hardware
+from autofit.worker.meter import libcuda, nvml
+from autofit.worker.meter.base import NEAR, Card, DeviceKind, Meter, Peak
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
 T = TypeVar("T")
 
+LOCAL_RANK = "LOCAL_RANK"
+"""The variable with which ``torchrun`` assigns a process one of the visible cards."""
 ASSUMED = 768 << 20
 """Bytes assumed for a CUDA context that cannot be measured."""
 LIBRARIES = 1 << 30
 """Bytes by which the context may grow between two samples if NVML does not find this process."""
+
+
+class Cuda(DeviceKind):
+    """The GPUs that the CUDA driver shows, or MIG instances of them."""
+
+    name = "cuda"
+    visible = nvml.VISIBLE
+    backend = "nccl"
+
+    def cards(self) -> tuple[Card, ...]:
+        """Return the visible GPUs; without NVML, the free memory is unknown."""
+        try:
+            return nvml.cards()
+        except WorkerError:
+            return libcuda.cards()
+
+    def measured_cards(self, variables: Mapping[str, str]) -> tuple[Card, ...]:
+        """Return the GPUs that NVML reports."""
+        return nvml.cards(variables)
+
+    def hardware(self, index: int) -> Hardware:
+        """Return what the driver says of a GPU."""
+        return self._card(index).hardware
+
+    def free_bytes(self, index: int) -> int:
+        """Return the free bytes of a GPU."""
+        return self._card(index).free
+
+    def _card(self, index: int) -> Card:
+        found = self.cards()
+        if index >= len(found):
+            raise WorkerError(f"no GPU {index}: {len(found)} are visible here; ask for fewer")
+        return found[index]
+
+    def meter(self, cap: int | None) -> Meter:
+        """Return a meter of the GPU that a launcher gave this process, or of torch's current."""
+        local = os.environ.get(LOCAL_RANK, "")  # some launchers set -1 for a single process
+        return CudaMeter(cap, int(local) if local.isdecimal() else None)
+
+
+KIND = Cuda()
 
 
 class CudaMeter:
