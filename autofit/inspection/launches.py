@@ -152,7 +152,7 @@ def _run(target: Target, plan: Plan, inspection: Inspection | None) -> LaunchOut
     if report is not None:
         short = report.out_of_memory or short
         if target.fake and inspected is not None:
-            stopped = report.reason
+            stopped = report.reason.partition(". ")[0]  # torch goes on with a list of backends
         else:
             if report.verdict is Verdict.SCRIPT_FAILED:
                 raise ScriptError(f"{target.script.target}: {report.reason}", report.traceback)

@@ -73,6 +73,7 @@ for x, y in loader:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), y)
         assert model.body[0].qkv(x).dtype == torch.bfloat16
+    assert (loss.detach()[None] > 0).nonzero().is_cuda
     nn.functional.conv1d(x, x[:1, :, :3])
     if torch.isnan(loss):
         raise SystemExit("diverged")

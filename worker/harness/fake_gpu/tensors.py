@@ -183,7 +183,8 @@ class FakeMode(FakeTensorMode):
         if known is None:
             self._guess(decides=False)
         selected = index.numel() if known is None else int(known.count_nonzero())
-        whole = torch.empty(index.ndim, selected, dtype=torch.int64, device=index.device)
+        with self:
+            whole = torch.empty(index.ndim, selected, dtype=torch.int64, device=index.device)
         return whole if index.ndim == 1 else torch.empty_like(whole[0])
 
     def _as_fake(self, output: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -191,7 +192,8 @@ class FakeMode(FakeTensorMode):
         device = next((t.device for t in tensors if isinstance(t, FakeTensor)), GPU)
 
         def fake(real: torch.Tensor) -> torch.Tensor:
-            made = torch.empty(real.shape, dtype=real.dtype, device=device)
+            with self:  # torch leaves the mode while it handles an operation
+                made = torch.empty(real.shape, dtype=real.dtype, device=device)
             vars(made)["known"] = real
             return made
 
