@@ -260,7 +260,7 @@ def _as_many_cards(device: str, ranks: int, say: Say) -> dict[str, str]:
         return {}
     entries = [card.entry for card in cards[:ranks]]
     say(f"{len(cards)} GPUs are visible; the script sees {', '.join(entries)}, as searched")
-    return meter.kind(device).shown(entries)
+    return meter.kind(device).visible_only(entries)
 
 
 def _verified(context: FallbackContext, evidence: Evidence) -> Iterator[tuple[Plan, int]]:

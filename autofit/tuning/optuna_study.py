@@ -112,15 +112,15 @@ class Dashboard:
         found = {each.name: dict.fromkeys(n.name for n in each.levels) for each in REGISTRY}
         self._choices = _choices(found, (trial.plan for trial in trials))
         wanted, storage = [self._frozen(trial) for trial in trials], _tables(self._store)
-        self._study = self._opened(storage)
+        self._study = self._study_in(storage)
         copied = self._study.get_trials()
         if [*map(_content, copied)] != [*map(_content, wanted[: len(copied)])]:
             _delete_copy(self._store, study)
-            self._study, copied = self._opened(storage), []
+            self._study, copied = self._study_in(storage), []
         with self._store.explained():
             self._study.add_trials(wanted[len(copied) :])
 
-    def _opened(self, storage: optuna.storages.RDBStorage) -> optuna.Study:
+    def _study_in(self, storage: optuna.storages.RDBStorage) -> optuna.Study:
         """Return the Optuna study, which may be a new one."""
         study = self._record
         with self._store.explained(), warnings.catch_warnings():

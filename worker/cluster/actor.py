@@ -93,7 +93,7 @@ class Slot:
         if setting.served:
             self._environment = other_uid.allowed(self._environment)
         if given := _given_gpus():
-            self._environment |= self._kind.shown(given)
+            self._environment |= self._kind.visible_only(given)
         if setting.beside > 1:
             self._environment.setdefault("OMP_NUM_THREADS", share(setting.beside))
         if setting.scratch is None:
@@ -208,7 +208,7 @@ def with_one_device(environment: Mapping[str, str], device: str) -> dict[str, st
     """
     of_device = kind(device)
     cards = environment.get(of_device.visible, "").split(",")
-    return {**environment, **(of_device.shown(cards[:1]) if len(cards) > 1 else {})}
+    return {**environment, **(of_device.visible_only(cards[:1]) if len(cards) > 1 else {})}
 
 
 def share(slots: int) -> str:

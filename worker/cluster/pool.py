@@ -329,7 +329,7 @@ class Pool:
     def _environment_of(self, slot: int) -> dict[str, str]:
         if not (self._gpus and self._ray.ours):
             return self._environment
-        return {**self._threads(), **self._environment, **self._kind.shown(self._own(slot))}
+        return {**self._threads(), **self._environment, **self._kind.visible_only(self._own(slot))}
 
     def _within(self, group: Any, bundle: int = -1) -> dict[str, Any]:
         """Return the options that put an actor into a placement group; -1 is any bundle of it."""

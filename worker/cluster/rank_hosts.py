@@ -170,7 +170,7 @@ class _Placing:
                 ranks=(*[None] * len(here), *ranks),
                 free=min(free),
             ),
-            environment=meter.kind(self._device).shown(cards) if cards else {},
+            environment=meter.kind(self._device).visible_only(cards) if cards else {},
         )
 
     def _look(self, folder: str) -> dict[int, Found]:

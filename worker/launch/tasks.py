@@ -122,7 +122,7 @@ def _replicas(spec: ChildSpec, variables: Mapping[str, str], hosts: Hosts | None
         cards = of_device.measured_cards(variables)
         if len(cards) < here:
             raise UsageError(f"{here} ranks need as many GPUs, and {len(cards)} are visible here")
-        shown[:here] = [{**common, **of_device.shown([card.entry])} for card in cards[:here]]
+        shown[:here] = [{**common, **of_device.visible_only([card.entry])} for card in cards[:here]]
     return [
         RankTask(
             spec=replace(spec, rank=rank, meeting=meeting, scratch=_folder(spec.scratch, rank)),

@@ -185,7 +185,7 @@ class DeviceKind(ABC):
         """
         return ()
 
-    def shown(self, entries: Sequence[str]) -> dict[str, str]:
+    def visible_only(self, entries: Sequence[str]) -> dict[str, str]:
         """Return the variable that shows a process only the cards with these entries."""
         return {self.visible: ",".join(entries)} if self.visible else {}
 
