@@ -28,7 +28,7 @@ PARAMETERS = 4 * (32 * WIDTH + WIDTH + WIDTH * 32 + 32)
 """Numbers of the model of four blocks."""
 
 
-def visible_only(found: Explanation) -> str:
+def shown(found: Explanation) -> str:
     """Return all that the command prints."""
     out = io.StringIO()
     console = Console(file=out, width=200)

@@ -83,7 +83,7 @@ CUT = Device("GPU-dddd", instances=(Device("MIG-1111"), Device("MIG-2222")), mig
 EMPTY = Device("GPU-eeee", mig=True)
 
 
-def visible_only(driver: Driver, visible: str | None) -> list[tuple[str, str]]:
+def shown(driver: Driver, visible: str | None) -> list[tuple[str, str]]:
     environment = {} if visible is None else {nvml.VISIBLE: visible}
     return [(entry, device.uuid) for entry, device in nvml._handles(driver, environment)]
 
