@@ -48,6 +48,10 @@ class StorageError(AutofitError):
     """The store cannot be read or written."""
 
 
+class StoreAway(StorageError):
+    """The database does not answer; it may be restarted."""
+
+
 class WorkerError(AutofitError):
     """A worker process failed, not the script."""
 

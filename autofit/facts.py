@@ -13,7 +13,7 @@ class Hardware:
     """One device that a trial may use."""
 
     device: str
-    """torch's name of its type: ``"cpu"`` or ``"cuda"``."""
+    """torch's name of its type, such as ``"cpu"`` or ``"cuda"``."""
     name: str
     """The device's name from the driver: ``"NVIDIA H200"``, ``"CPU"``."""
     total_bytes: int

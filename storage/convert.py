@@ -62,6 +62,18 @@ def readable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
 
 
+def readable_json(value: Any) -> Any:
+    """Return JSON of which each text is ``readable``."""
+    match value:
+        case str():
+            return readable(value)
+        case dict():
+            return {name: readable_json(each) for name, each in value.items()}
+        case list() | tuple():
+            return [readable_json(each) for each in value]
+    return value
+
+
 def set_by_launchers(found: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return the variables of a stored environment that a launcher may have set.
 

@@ -24,6 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Session
 
 from autofit.exceptions import UsageError
+from autofit.storage import convert
 from autofit.storage.accounts import account, audit
 from autofit.storage.models import AccountRow, NoticeRow, SearchRow, TokenRow, TrialRow, UploadRow
 from autofit.storage.owner import Owner
@@ -329,11 +330,10 @@ class Queue:
         with self._store.writing() as session:
             _end(session, _row(session, search.id), SearchState.CANCELLED)
 
-    def reclaim(self, *, counted: bool = True) -> int:
+    def reclaim(self) -> int:
         """Queue the active searches whose owner has ended; return how many there were.
 
-        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails;
-        ``counted``: whether this loss counts.
+        A cancelled one ends. One that has lost its process ``MOST_ATTEMPTS`` times fails.
         """
         now, count = _now(), 0
         active = select(SearchRow).where(SearchRow.state.in_(ACTIVE))
@@ -345,7 +345,6 @@ class Queue:
                 if live_owner(row, now) is not None:
                     continue
                 count += 1
-                row.attempts -= not counted
                 if row.cancelled is not None:
                     _end(session, row, SearchState.CANCELLED)
                 elif row.attempts >= MOST_ATTEMPTS:
@@ -387,7 +386,8 @@ class Queue:
         """
         number = search.id
         rows = [
-            NoticeRow(search_id=number, kind=kind, content=content) for kind, content in notices
+            NoticeRow(search_id=number, kind=kind, content=convert.readable_json(content))
+            for kind, content in notices
         ]
         with self._store.writing() as session:
             session.add_all(rows)

@@ -14,10 +14,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from sqlalchemy import delete, func, select, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import (
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    SQLAlchemyError,
+)
 from sqlalchemy.orm import Session, undefer
 
-from autofit.exceptions import StorageError
+from autofit.exceptions import StorageError, StoreAway
 from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
@@ -506,7 +511,9 @@ class Store:
             cause = error if isinstance(error, SQLAlchemyError) else error.__cause__
             if isinstance(error, StorageError) or not isinstance(cause, SQLAlchemyError):
                 raise
-            raise StorageError(engine.explain(self._location, cause)) from error
+            away = isinstance(cause, OperationalError | InterfaceError)
+            kind = StoreAway if away else StorageError
+            raise kind(engine.explain(self._location, cause)) from error
 
     def _record(self, read: Callable[[R], T], row: R) -> T:
         """Return the record of a row; raise ``StorageError`` with the row's name if unreadable.

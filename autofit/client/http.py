@@ -126,14 +126,14 @@ class Service:
         reason = getattr(error, "reason", None) or error
         if isinstance(reason, ssl.SSLCertVerificationError):
             raise UsageError(
-                f"the certificate of {self.url} is not trusted ({reason.verify_message}): name the"
-                " one of its issuer in SSL_CERT_FILE"
+                f"the certificate of {self.url} is not accepted ({reason.verify_message}); if its"
+                " issuer is not known here, name the issuer's certificate in SSL_CERT_FILE"
             ) from error
         if over:
             raise self._lost(reason) from error
         if not self._waits:
             self._waits = True
-            self._say(f"{self.url} does not answer ({reason}): trying again for {LOST:.0f} s")
+            self._say(f"{self.url} cannot answer now ({reason}): trying again for {LOST:.0f} s")
         time.sleep(pause)
 
     def _open(

@@ -93,7 +93,9 @@ def _models(options: FitOptions) -> tuple[GpuModel, ...]:
     """Return the cards of the table, or the one that figures describe."""
     if options.gpu is not None or options.memory is None:
         if options.flops is not None:
-            raise UsageError("--flops describes a card that is not in the table: give --memory too")
+            raise UsageError(
+                "--flops describes a card that is not in the table: give --memory, without --gpu"
+            )
         return models_named(options.gpu)
     like = model_named(LIKE)
     return (like.other(options.memory, half=options.flops or like.half),)

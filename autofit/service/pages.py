@@ -77,7 +77,7 @@ def add_pages(app: FastAPI, store: Store, queue: Queue, gpus: Gpus) -> None:
             before=before,
             older=older,
             states=[*SearchState],
-            users=sorted({each.user for each in active}),
+            users=sorted({each.user for each in active} | ({whose} - {""})),
             waiting=[
                 _row(each)
                 for each in active
@@ -99,11 +99,13 @@ def add_pages(app: FastAPI, store: Store, queue: Queue, gpus: Gpus) -> None:
     def compare(
         request: Request,
         user: User,
-        search: Annotated[tuple[Before, ...], Query(max_length=100)] = (),
+        search: Chosen = (),
     ) -> HTMLResponse:
         if len(search) != 2:
             raise UsageError(f"{len(search)} searches are chosen: choose two of them")
         records = [queue.search(number, user) for number in search]
+        if records[0].study and records[0].study == records[1].study:
+            raise UsageError("both searches have the same study: nothing can be compared")
         studies = [
             stored_study(store, store.study(record.study)) for record in records if record.study
         ]

@@ -20,7 +20,7 @@ from autofit.worker.cluster.detached_ray import DetachedRay
 
 KEEP = 7 * 24 * 3600.0
 """Seconds for which an uploaded folder is kept by default."""
-_DESCRIPTORS = 300
+_DESCRIPTORS = 600
 """Files that the service opens besides connections, and connections that are being accepted."""
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 """Packages of the extra ``serve``."""
@@ -101,7 +101,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
             own.hold()
 
         def start() -> Setting:
-            address, started = options.address, False
+            address = options.address
             if own is not None:
                 address, started = own.attach(options.searches)
                 say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
@@ -112,7 +112,6 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
                 limit=options.limit,
                 apart=users.apart,
                 keep=options.keep,
-                started=started,
             )
 
         supervision = Supervision(own, start, say)

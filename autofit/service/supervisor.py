@@ -42,8 +42,10 @@ TIDY = 60.0
 BIRTH = 30.0
 """Seconds after which an actor that has claimed nothing is ended, and another one started.
 
-The next one has twice as long: on a busy machine, its imports alone may take a minute.
+The next one has twice as long, ``MOST_PATIENCE`` at most: on a busy machine, its imports alone
+may take a minute.
 """
+MOST_PATIENCE = 240.0
 MOST_FAILURES = 3
 """Actors in a row that end before they claim the next search; then that search fails."""
 SILENCE = 10.0 + BUSY_SECONDS
@@ -69,8 +71,6 @@ class Setting:
     """Whether scripts run under uids of their users."""
     keep: float
     """Seconds for which an uploaded folder is kept after its last search has ended."""
-    started: bool
-    """Whether Ray was started just now. Then no search is to blame for the loss of its process."""
 
 
 class Supervision:
@@ -188,8 +188,6 @@ class Supervisor:
         """The actor that was started last, as long as it has not claimed a search."""
         self._failures = 0
         self._patience = BIRTH
-        self._counted = not setting.started
-        """Whether a search counts the loss of its process."""
 
     def step(self) -> str:
         """Queue searches again that were lost, and start an actor if a search can start.
@@ -197,9 +195,8 @@ class Supervisor:
         Returns a line about what happened, or an empty one.
         """
         said = []
-        if lost := self._queue.reclaim(counted=self._counted):
+        if lost := self._queue.reclaim():
             said.append(f"{lost} lost searches continue")
-        self._counted = True
         if late := self._queue.expire():
             said.append(f"the deadline of {late} waiting searches has passed")
         if time.monotonic() - self._tidied > TIDY:
@@ -228,7 +225,7 @@ class Supervisor:
             return False, self._failed(created)
         if time.monotonic() - since > (patience := self._patience):
             ray.kill(actor)
-            self._unclaimed, self._patience = None, 2 * patience
+            self._unclaimed, self._patience = None, min(2 * patience, MOST_PATIENCE)
             return False, f"an actor did not start within {patience:.0f} s: another one is started"
         return True, ""
 

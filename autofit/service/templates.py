@@ -12,6 +12,7 @@ from autofit.service.users import COOKIE
 from autofit.units import format_size
 
 _HEADERS = {
+    "Cache-Control": "no-store",  # after a logout, "back" shows nothing
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "Referrer-Policy": "same-origin",
 }

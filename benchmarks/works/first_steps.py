@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 card = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-lock = open(f"/tmp/first-steps-{card}", "w")  # noqa: SIM115
+lock = open(Path.home() / f".first-steps-{card}", "w")  # noqa: SIM115
 start_cuda = torch.cuda._lazy_init
 pynvml.nvmlInit()
 handle = pynvml.nvmlDeviceGetHandleByIndex(card)

@@ -318,7 +318,7 @@ def test_the_client_waits_while_the_service_is_restarted(tmp_path: Path) -> None
     assert sent == [{"id": 10}]
     (line,) = said
     assert line.startswith(
-        f"{service.url} does not answer ([Errno 111] Connection refused): trying"
+        f"{service.url} cannot answer now ([Errno 111] Connection refused): trying"
     )
 
 
@@ -341,7 +341,7 @@ def test_a_certificate_that_is_not_trusted_ends_the_client_at_once(tmp_path: Pat
         accepting = threading.Thread(target=accept)
         accepting.start()
         service = Service(f"https://127.0.0.1:{server.getsockname()[1]}", "")
-        with pytest.raises(UsageError, match=r"certificate of .* is not trusted \(self.signed"):
+        with pytest.raises(UsageError, match=r"certificate of .* is not accepted \(self.signed"):
             service.get("/api/searches")
         accepting.join()
 

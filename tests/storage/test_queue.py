@@ -185,14 +185,6 @@ def test_a_search_that_is_lost_again_and_again_fails(queue: Queue, gone: Owner) 
     assert (again.state, again.outcome, again.attempts) == (SearchState.QUEUED, None, 0)
 
 
-def test_a_loss_that_is_not_the_searchs_fault_does_not_count(queue: Queue, gone: Owner) -> None:
-    search = queue.submit("alice", FIRST)
-    for _ in range(2 * MOST_ATTEMPTS):
-        claimed(queue, gone)
-        assert queue.reclaim(counted=False) == 1
-    assert queue.search(search.id).attempts == 0
-
-
 def test_cancelling(queue: Queue, gone: Owner) -> None:
     queue.add_upload("bb", b"archive")
     queued, running = queue.submit("alice", FIRST), queue.submit("alice", SECOND)

@@ -8,6 +8,7 @@ from typing import Any
 
 from autofit.exceptions import UsageError, WorkerError
 from autofit.facts import HOST
+from autofit.worker.cluster import archive
 from autofit.worker.meter import ON_RAY, Load, loads
 
 MODEL = "accelerator_type:"
@@ -92,6 +93,9 @@ class Loads:
 
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
+        """By node; ``None`` on one where it could not run."""
+        self._calls: dict[str, Any] = {}
+        """The calls that have not been answered, by node."""
 
     def read(self, nodes: Iterable[Node]) -> list[Node]:
         """Return the nodes with the loads of those that answer within a second."""
@@ -99,16 +103,18 @@ class Loads:
 
         found = {each.id: each for each in nodes}
         kept = {node: actor for node, actor in self._actors.items() if node in found}
-        new = {node: _reader(node) for node in found.keys() - kept if found[node].gpus}
+        new = {node: _reader(found[node]) for node in found.keys() - kept if found[node].gpus}
         self._actors = kept | new
-        calls = {actor.read.remote(): node for node, actor in self._actors.items()}
-        answered, _ = ray.wait([*calls], num_returns=len(calls), timeout=1.0) if calls else ([], [])
-        for each in answered:
-            node = calls[each]
+        able = {node: actor for node, actor in self._actors.items() if actor is not None}
+        calls = {node: self._calls.get(node) or each.read.remote() for node, each in able.items()}
+        asked = [*calls.values()]
+        answered = ray.wait(asked, num_returns=len(asked), timeout=1.0)[0] if asked else []
+        for node in [node for node, call in calls.items() if call in answered]:
             try:
-                found[node] = replace(found[node], loads=ray.get(each))
-            except ray.exceptions.RayError:  # the machine has gone, or its Ray was started again
-                del self._actors[node]
+                found[node] = replace(found[node], loads=ray.get(calls.pop(node)))
+            except ray.exceptions.RayError:
+                self._actors[node] = None
+        self._calls = calls
         return [*found.values()]
 
 
@@ -120,13 +126,14 @@ class _Reader:
         return loads()
 
 
-def _reader(node: str) -> Any:
+def _reader(node: Node) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote: Any = ray.remote
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return remote(num_cpus=0, scheduling_strategy=place)(_Reader).remote()
+    place = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    code = {} if node.here else {"py_modules": [archive.send_code()]}
+    return remote(num_cpus=0, scheduling_strategy=place, runtime_env=code)(_Reader).remote()
 
 
 def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:

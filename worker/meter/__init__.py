@@ -1,8 +1,8 @@
 """Measures and caps the memory of one process on one device. Imports no torch.
 
 The parent calls ``hardware`` and ``free_bytes``, and starts the child with ``environment``. The
-child calls ``for_device``, then ``forget``, then runs the script. All that differs from one kind of
-device to another is in the folder ``kinds``.
+child calls ``for_device``, then ``forget``, then runs the script. What is measured differently
+on each kind of device is in the folder ``kinds``.
 """
 
 from __future__ import annotations

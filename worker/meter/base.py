@@ -154,8 +154,8 @@ class Load:
 class DeviceKind(ABC):
     """What autofit has to know of one kind of device. Imports no torch.
 
-    A module in ``kinds`` holds all of it, and sets ``KIND``: nothing else has to be changed for a
-    new kind. What torch knows of every accelerator is read in ``accelerator.py``.
+    A module in ``kinds`` holds all of it, and sets ``KIND``. What torch knows of every accelerator
+    is read in ``accelerator.py``. What Ray calls a device, and techniques of one kind, are elsewhere.
     """
 
     name: str

@@ -628,7 +628,7 @@ class LaunchRequest:
     plans: tuple[Plan, ...]
     """Each follows the one before it (``Plan.follows``); so do the plans of later answers."""
     device: str
-    """The kind of device: ``"cpu"`` or ``"cuda"``."""
+    """The kind of device, such as ``"cpu"`` or ``"cuda"``."""
     budget: int
     """Bytes that each process may occupy on its device."""
     timeout: float
