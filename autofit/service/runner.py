@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autofit.client import messages
-from autofit.exceptions import AutofitError, StoreAway, UsageError
+from autofit.exceptions import AutofitError, StorageError, StoreAway, UsageError
 from autofit.service import confined, requests
 from autofit.service.users import Users
 from autofit.storage import Outcome, Owner, Queue, SearchRecord, Store

@@ -113,7 +113,8 @@ class Dashboard:
         self._choices = _choices(found, (trial.plan for trial in trials))
         wanted, storage = [self._frozen(trial) for trial in trials], _tables(self._store)
         self._study = self._study_in(storage)
-        copied = self._study.get_trials()
+        with self._store.explained():
+            copied = self._study.get_trials()
         if [*map(_content, copied)] != [*map(_content, wanted[: len(copied)])]:
             _delete_copy(self._store, study)
             self._study, copied = self._study_in(storage), []

@@ -155,7 +155,7 @@ class DeviceKind(ABC):
     """What autofit has to know of one kind of device. Imports no torch.
 
     A module in ``kinds`` holds all of it, and sets ``KIND``. What torch knows of every accelerator
-    is read in ``accelerator.py``. What Ray calls a device, and techniques of one kind, are elsewhere.
+    is read in ``accelerator.py``. Ray's name of it, and techniques of one kind, are elsewhere.
     """
 
     name: str

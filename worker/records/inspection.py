@@ -46,7 +46,7 @@ class Inspection:
     plain: int = 2
     """Optimizer steps after them in which nothing is followed; they give peak and speed."""
     snapshot: bool = False
-    """Whether to record PyTorch's memory snapshot; CUDA only."""
+    """Whether to record PyTorch's memory snapshot; on an accelerator only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -368,7 +368,7 @@ class Raised:
 
     index: int
     kind: str
-    """A value of the classifier's ``Kind``: ``"oom"``, ``"suspect"``, ``"poisoned"``, ``"error"``.
+    """A value of ``ErrorKind``: ``"oom"``, ``"suspect"``, ``"poisoned"``, ``"error"``.
 
     Or ``LOST``.
     """

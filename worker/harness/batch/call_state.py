@@ -81,7 +81,7 @@ class ActiveCall(Protocol):
 class CallState:
     """The state that all calls of one chunked root share.
 
-    Only its own methods change it. Calls report what happened; the root and later calls read it.
+    Calls report what happened; the root and later calls read it.
     """
 
     def __init__(self, *, can_delay: bool, one_at_a_time: bool) -> None:

@@ -81,7 +81,7 @@ class Evaluation:
             return None
         if layout.updates:  # the failed call may have applied its updates already
             return None
-        return layout if layout.fits(batch) and layout.size(batch) > 1 else None
+        return layout if layout.size(batch) > 1 else None
 
     def _smaller(self, error: Exception, batch: Batch, size: int | None) -> Layout | None:
         """Record that memory ran out with ``size`` samples; return the layout for a smaller size.

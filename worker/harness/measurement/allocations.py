@@ -374,8 +374,8 @@ class AllocationLog(TorchDispatchMode):
             raise
         name = func.overloadpacket.__name__
         self._note(name, args, kwargs, output)
-        if self._measures:
-            self._compare(name, before)
+        if self._measures and self._allocator is not None:
+            self._compare(name, before, self._allocator.given_out())
         return output
 
     def _total(self) -> int:
@@ -385,14 +385,14 @@ class AllocationLog(TorchDispatchMode):
         """Count a peak since the last operation; return what is given out now."""
         if not self._measures or self._allocator is None:
             return 0
-        held = self._allocator.given_out()[0]
-        self._compare("", held)
+        counters = self._allocator.given_out()
+        held = counters[0]
+        self._compare("", held, counters)
         self._allocator.reset()
         return held
 
-    def _compare(self, name: str, before: int) -> None:
-        assert self._allocator is not None, "it measures"
-        _, peak, rounding = self._allocator.given_out()
+    def _compare(self, name: str, before: int, counters: tuple[int, int, int]) -> None:
+        _, peak, rounding = counters
         phase = self._phase()
         if name:
             self.executed[self.now] = Executed(name, phase, peak, self._block())

@@ -155,21 +155,13 @@ class _Step:
         only_products = bool(backward) and len(backward) == len(self._reads(each, BACKWARD))
         end = plain.used if only_products and forward else plain.end
         yield self._copy(plain, each.size, plain.start, end, plain.used, plain.wanted)
-        yield from self._copies(plain, each.size // 2, forward, backward)
-
-    def _copies(
-        self, plain: Life, size: int, forward: list[int], backward: list[int]
-    ) -> Iterator[Life]:
-        """Yield the copy that each operation of forward makes, until backward has read it.
-
-        Backward runs in the opposite order. If some operations have no gradient, all copies last.
-        """
+        # Backward runs in the opposite order. If some products have no gradient, all copies last.
         paired = len(forward) == len(backward)
         lasts = backward[::-1] if paired else [max([index, *backward]) for index in forward]
         for index, last in zip(forward, lasts, strict=True):
             at, until = index - self._first, last - self._first
             wanted = until if paired else plain.wanted
-            yield self._copy(plain, size, at, until, at, wanted)
+            yield self._copy(plain, each.size // 2, at, until, at, wanted)
 
     def _gradient(self, each: Allocation, plain: Life) -> Iterator[Life]:
         """Yield a float32 gradient of backward; products share one copy of it."""

@@ -260,9 +260,8 @@ class Tracer:
     def _parameters(self, optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
         found = []
         if any(id(each) not in self._rows for g in optimizer.param_groups for each in g["params"]):
-            for root in (
-                each for each in self._roots if each.alive
-            ):  # a plan may have sharded them
+            for root in [each for each in self._roots if each.alive]:
+                # Named anew: a plan may have sharded the parameters.
                 self._names |= {id(each): name for name, each in root.module.named_parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -125,7 +125,8 @@ class Release:
             raise Refused("the script differentiates gradients (create_graph)", self._strategy)
         if id(parameter) in self._stepped:
             raise Refused(AGAIN, self._strategy)
-        with temporarily(self, "_ours", True):
+        self._ours = True
+        try:
             if self._seams.parts_follow:
                 if self._aside is not None:
                     self._aside.put(parameter)
@@ -135,6 +136,8 @@ class Release:
             self._waiting[id(parameter)] = parameter
             if sum(each.nbytes for each in self._waiting.values()) >= self._most:
                 self._step_together()
+        finally:
+            self._ours = False  # not what it was before: another thread of backward may be here
 
     def _step_together(self) -> None:
         """Step the parameters with complete gradients, and free these."""
@@ -146,8 +149,12 @@ class Release:
         for parameter in complete.values():
             self._seams.handler.parameter_steps(optimizer, parameter)
         others = {id(each) for each in parameters(optimizer)} - complete.keys()
-        with temporarily(self, "steps", True), without(optimizer, others):
-            self._handle.take()
+        self.steps = True
+        try:
+            with without(optimizer, others):
+                self._handle.take()
+        finally:
+            self.steps = False
         self._stepped.update(complete)
         for parameter in complete.values():
             parameter.grad = None

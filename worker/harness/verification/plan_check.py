@@ -646,10 +646,14 @@ def _sensitivity(
             try:
                 with saved():
                     plain = plain or _effects(root, root.plain, samples)
-                    leaves = [_rounded(leaf) for leaf in samples.leaves]
                     with moving(root.module, to_bf16) as weights:
-                        rounded = Batch(leaves, samples.spec)
-                        found = _effects(root, root.plain, rounded, weights=weights)
+                        # No name holds the rounded samples: after a shortage they must be free.
+                        found = _effects(
+                            root,
+                            root.plain,
+                            Batch([_rounded(leaf) for leaf in samples.leaves], samples.spec),
+                            weights=weights,
+                        )
             except Exception as error:  # the model may need more samples, or less memory
                 if classify(error).kind is not ErrorKind.OOM and most >= size:
                     raise

@@ -148,7 +148,10 @@ def _refuse_by_coefficients(pieces: Sequence[Digest], expected: Digest) -> None:
     """
     shares, errors, rest = coefficients(pieces, expected)
     if rest > TOLERANCES.residual:
-        raise Mismatch(f"the gradients of a split batch differ: {rest:.1e} comes from no part")
+        raise Mismatch(
+            "the gradients of the parts do not add up to those of the whole batch:"
+            f" a share of {rest:.1e} is missing"
+        )
     rounding, decided = rest * length(expected), True
     for share, error, piece in zip(shares, errors, pieces, strict=False):
         off = abs(share - 1.0)
