@@ -110,7 +110,7 @@ def dashboard(storage: optuna.storages.RDBStorage) -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="module")
-def visible_only(dashboard: Ask) -> dict[str, Any]:
+def shown(dashboard: Ask) -> dict[str, Any]:
     """What the dashboard's page of the study shows."""
     (listed,) = dashboard("studies")["study_summaries"]
     found: dict[str, Any] = dashboard(f"studies/{listed['study_id']}?after=0")
