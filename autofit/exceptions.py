@@ -48,7 +48,7 @@ class StorageError(AutofitError):
     """The store cannot be read or written."""
 
 
-class StoreAway(StorageError):
+class StoreUnavailable(StorageError):
     """The database does not answer; it may be restarted."""
 
 

@@ -22,7 +22,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.orm import Session, undefer
 
-from autofit.exceptions import StorageError, StoreAway
+from autofit.exceptions import StorageError, StoreUnavailable
 from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.storage import convert, engine
@@ -511,8 +511,8 @@ class Store:
             cause = error if isinstance(error, SQLAlchemyError) else error.__cause__
             if isinstance(error, StorageError) or not isinstance(cause, SQLAlchemyError):
                 raise
-            away = isinstance(cause, OperationalError | InterfaceError)
-            kind = StoreAway if away else StorageError
+            silent = isinstance(cause, OperationalError | InterfaceError)
+            kind = StoreUnavailable if silent else StorageError
             raise kind(engine.explain(self._location, cause)) from error
 
     def _record(self, read: Callable[[R], T], row: R) -> T:

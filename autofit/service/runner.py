@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autofit.client import messages
-from autofit.exceptions import AutofitError, StorageError, StoreAway, UsageError
+from autofit.exceptions import AutofitError, StorageError, StoreUnavailable, UsageError
 from autofit.service import confined, requests
 from autofit.service.users import Users
 from autofit.storage import Outcome, Owner, Queue, SearchRecord, Store
@@ -90,7 +90,7 @@ def _run(
         watch.end()
         queue.stop(search)
         return
-    except StoreAway:  # the search is queued again, as after a kill
+    except StoreUnavailable:  # the search is queued again, as after a kill
         watch.end()
         raise
     except AutofitError as error:
