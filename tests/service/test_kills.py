@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import psutil
@@ -70,8 +71,9 @@ class Searches:
 
     def one_process(self) -> psutil.Process | None:
         """Return the process of a search that starts or runs, if there is one."""
-        owners = [each.owner for each in self.records(ended=False) if each.owner is not None]
-        return psutil.Process(self._draw.choice(owners).pid) if owners else None
+        owners = [each.owner.pid for each in self.records(ended=False) if each.owner is not None]
+        alive = [pid for pid in owners if psutil.pid_exists(pid)]  # one may have ended with Ray
+        return psutil.Process(self._draw.choice(alive)) if alive else None
 
     def _submit(self) -> None:
         seed = len(self._numbers)
@@ -123,7 +125,8 @@ def test_nothing_is_lost_when_processes_are_killed_ten_times_each() -> None:
                     process.kill()
             else:
                 for process in live.found(name):
-                    process.kill()
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             assert probe.get("/healthz") == {"status": "ok"}
 
         searches.survive([partial(kill, name) for name in killed])
