@@ -85,14 +85,14 @@ def measure(service: Running, search: SearchRecord) -> list[Notice]:
 def test_submit_watch_report_export(service: Running, folder: Path, tmp_path: Path) -> None:
     with Browser(tmp_path / "profile") as browser:
         browser.open(service.url)
-        browser.write("[name=script]", "missing/../../train.py")
+        browser.write("#submit [name=script]", "missing/../../train.py")
         browser.choose("[name=archive]", folder)
         browser.click("#submit button")
         problem = browser.wait("document.querySelector('#submit .warn').textContent")
         assert "give its path below the uploaded folder" in problem
         browser.run("document.querySelector('#submit').reset()")
         browser.choose("[name=archive]", folder)
-        browser.write("[name=script]", "train.py")
+        browser.write("#submit [name=script]", "train.py")
         browser.write("[name=args]", "--epochs 3")
         browser.write("[name=memory]", "24GiB")
         browser.write("[name=deadline]", "2h")
