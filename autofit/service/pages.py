@@ -104,8 +104,6 @@ def add_pages(app: FastAPI, store: Store, queue: Queue, gpus: Gpus) -> None:
         if len(search) != 2:
             raise UsageError(f"{len(search)} searches are chosen: choose two of them")
         records = [queue.search(number, user) for number in search]
-        if records[0].study and records[0].study == records[1].study:
-            raise UsageError("both searches have the same study: nothing can be compared")
         studies = [
             stored_study(store, store.study(record.study)) for record in records if record.study
         ]
