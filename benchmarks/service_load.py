@@ -2,9 +2,8 @@
 
     python benchmarks/service_load.py [--trials 50000] [--clients 200] [--seconds 600]
 
-Serves a store of so many trials over HTTP in a process of its own, while clients of a second
-process follow the events of a running search that sends ten notices a second. Writes
-``results/service_load.md``.
+One process serves a store of so many trials over HTTP. In a second, clients follow a running
+search, which sends ten notices a second. Writes ``results/service_load.md``.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class CardFit:
 
     @property
     def advised(self) -> Plan | None:
-        """The script as it is where it fits, else the plan that is likely the fastest."""
+        """The script as it is if it fits; if not, the plan that is likely the fastest."""
         if self.as_it_is.margin >= 0:
             return Plan()
         return self.fastest[0] if self.fastest else None

@@ -46,6 +46,7 @@ The next one has twice as long, ``MOST_PATIENCE`` at most: on a busy machine, it
 may take a minute.
 """
 MOST_PATIENCE = 240.0
+"""Most seconds that an actor has."""
 MOST_FAILURES = 3
 """Actors in a row that end before they claim the next search; then that search fails."""
 SILENCE = 10.0 + BUSY_SECONDS

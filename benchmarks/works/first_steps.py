@@ -2,9 +2,8 @@
 
     python benchmarks/works/first_steps.py STEPS SCRIPT [ARGUMENTS ...]
 
-The script ends after so many optimizer steps. Of several processes that use one card, one at a time
-does so, from its first use to its end: the device's bytes are then its own. The others import and
-build meanwhile.
+The script ends after so many optimizer steps. Several processes may share a card. Each has it alone
+from its first use to its end, so that the device's bytes are its own. The others import meanwhile.
 """
 
 import fcntl
