@@ -107,7 +107,7 @@ class Suspension:
                 raise Refused(reason, strategy.name)
         self._root.take_back()
         self._root.apply(plan.with_number(Number.SAMPLES, AS_IS))
-        if self._root.acts_beyond_calls:
+        if self._root.has_outermost or self._session.seams.readers:
             raise NotProbed("the plan also changes code outside the model's calls")
         self.plan = plan
         self._session.optimizers.prepare()

@@ -215,7 +215,7 @@ class Trial(Session):
             and self._group is None
             and len(alive) == 1
             and self.facts.batch is not None
-            and not alive[0].weights_sharded
+            and not alive[0].ranks.weights_sharded
             and not isinstance(alive[0].outer, nn.parallel.DistributedDataParallel)
         )
 
@@ -596,8 +596,8 @@ class Trial(Session):
         with self._tracer.with_dropout(), self._refusals.excluded(), self.phases.within(CHECK):
             try:
                 proven = self.prove_on_model(root, plan, args, kwargs, known=known)
-                if self.facts.world_size == 1 and root.chunked is None:
-                    root.prove_rescue(args, kwargs)
+                if self.facts.world_size == 1 and root.splits.chunked is None:
+                    root.splits.prove_rescue(args, kwargs)
                 return proven
             finally:
                 self.phases.compiled(self._compiling.seconds())

@@ -253,7 +253,7 @@ class RealRun(Session):
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply a plan that was verified; raise ``Refused`` for another one."""
-        if root.verifies:
+        if root.splits.verifies:
             return self.prove_on_model(root, plan, args, kwargs, known=known)
         if not known and shows_in_calls(plan, self.facts):
             raise Refused(UNVERIFIED)
@@ -345,15 +345,16 @@ class RealRun(Session):
         The allocator then waits for the device and allocates anew. Steps are already slow, and a
         shortage is near.
         """
-        split = [r.chunked for r in self.roots if r.chunked and r.chunked.micro_batch > 1]
+        chunked = [each.splits.chunked for each in self.roots]
+        split = [each for each in chunked if each is not None and each.micro_batch > 1]
         if not split:
             return
         self._retries.append(self.meter.retries())
         if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
             return
-        for chunked in split:
-            chunked.micro_batch = -(-chunked.micro_batch // 2)
-        size = max(chunked.micro_batch for chunked in split)
+        for each in split:
+            each.micro_batch = -(-each.micro_batch // 2)
+        size = max(each.micro_batch for each in split)
         self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
         self._retries.clear()
 
