@@ -10,14 +10,11 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
-from autofit.strategies.support.bitsandbytes import SMALL
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.fake_gpu.card import FakeGpu
 from autofit.worker.harness.measurement import leaks
@@ -32,11 +29,11 @@ from autofit.worker.harness.measurement.moments import (
     failed_moment,
     moments,
 )
+from autofit.worker.harness.measurement.roles import Roles
 from autofit.worker.harness.measurement.same_batches import SameBatches
+from autofit.worker.harness.measurement.stages import end_script
 from autofit.worker.harness.measurement.timeline import timeline
-from autofit.worker.harness.measurement.trial import end_script
 from autofit.worker.harness.parent.pipe import Reporter
-from autofit.worker.harness.patching.gradient_reads import gradient_of
 from autofit.worker.harness.session.call_runner import OUTSIDE
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
@@ -49,13 +46,11 @@ from autofit.worker.records.inspection import (
     Inspected,
     Inspection,
     PlainSteps,
-    TensorKind,
     Work,
 )
 from autofit.worker.records.trials import (
     Finished,
     LaunchRequest,
-    Learned,
     OutOfMemory,
     PlanStarted,
     Shortage,
@@ -79,22 +74,21 @@ class InspectedRun(Session):
         """``fake_gpu``: where the script runs, if the card is not here."""
         assert request.inspection is not None, "it is asked for"
         self._fake_gpu = fake_gpu
-        super().__init__(meter, ranks=request.ranks, phases=reporter.phases)
-        self.index = 0
-        self.over = False
+        super().__init__(meter, ranks=request.ranks, phases=reporter.phases, tell=reporter.send)
         self._asked_for: Inspection = request.inspection
         self._plan = request.plans[0]
         self._reporter = reporter
         self._batches = SameBatches()
         self.seams.order = self._batches.next
         self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
+        self._roles = Roles(self, self._log)
+        self.watchers = (self._roles,)
         self._graphs = leaks.Graphs()
         self._graph_open = False
         """A root was called with gradients, and backward has not ended."""
         self._began = 0
         """Index of the first operation of the present backward pass."""
         self._backwards: list[tuple[int, int]] = []
-        self._optimizers: dict[int, Optimizer] = {}
         self._clock = 0.0
         self._seconds: list[float] = []
         self._followed = 0
@@ -137,10 +131,6 @@ class InspectedRun(Session):
     def plans(self) -> tuple[Plan, ...]:
         """Return the plan."""
         return (self._plan,)
-
-    def learned(self) -> None:
-        """Report the facts."""
-        self._reporter.send(Learned(facts=self.facts))
 
     def shortage(self, found: OutOfMemory) -> None:
         """Report what held the memory."""
@@ -207,16 +197,7 @@ class InspectedRun(Session):
             self._backwards.append((self._began, self._log.now))
             self._log.lines = Lines()
             self._graph_open = False
-            self._mark_gradients()
-
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """Mark the gradients that the step uses."""
-        self._optimizers[id(optimizer)] = optimizer
-        self._mark_gradients()
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Mark the optimizer's state."""
-        self._mark_state(optimizer)
+            self._roles.mark_gradients()
 
     def boundary(self) -> None:
         """Begin to follow the peak, end following, or end the script.
@@ -261,7 +242,7 @@ class InspectedRun(Session):
         self._batches.again(self.facts.calls_per_step)
         if self._fake_gpu is None:  # else its cache is that of a script without autofit
             self.meter.release()
-        self._mark_weights()
+        self._roles.mark_weights()
         self._backwards.clear()
         self._step_began = self._log.now + 1
         self._work_begins()
@@ -278,47 +259,11 @@ class InspectedRun(Session):
         self.meter.release()
         self.meter.reset()
 
-    # --- roles -----------------------------------------------------------------------------
-
-    def _mark_weights(self) -> None:
-        for root in self.roots:
-            if not root.alive:
-                continue
-            self._log.modules.learn(root.module)
-            for module in root.module.modules():
-                own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-                for tensor in own:
-                    self._log.mark(tensor, TensorKind.WEIGHTS, self._log.modules.name_of(module))
-
-    def _owners(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (self._log.modules.name_of(module), parameter)
-            for root in self.roots
-            if root.alive
-            for module in root.module.modules()
-            for parameter in module.parameters(recurse=False)
-        ]
-
-    def _mark_gradients(self) -> None:
-        for path, parameter in self._owners():
-            self._log.mark(gradient_of(parameter), TensorKind.GRADIENTS, path)
-
-    def _mark_state(self, optimizer: Optimizer) -> None:
-        paths = {id(parameter): path for path, parameter in self._owners()}
-        modules = (module for root in self.roots if root.alive for module in root.module.modules())
-        tables = (nn.Embedding, nn.EmbeddingBag)  # their state stays in 32 bits
-        embeddings = {id(module.weight) for module in modules if isinstance(module, tables)}
-        for parameter, state in optimizer.state.items():
-            small = parameter.numel() < SMALL or id(parameter) in embeddings
-            for tensor in tree_leaves(state):
-                path = paths.get(id(parameter), "")
-                self._log.mark(tensor, TensorKind.OPTIMIZER_STATE, path, quantized=not small)
-
     # --- the result ------------------------------------------------------------------------
 
     def _summarize(self) -> None:
         """Summarize the followed steps; nothing is followed after them."""
-        self._mark_weights()
+        self._roles.mark_weights()
         classes = max((root.classes for root in self.facts.roots), default=0)
         growths = leaks.growths(self._log, self._log.step - self._followed, self._graphs)
         self._result = Inspected(
@@ -374,10 +319,7 @@ class InspectedRun(Session):
         """Send what held the memory when an allocation failed."""
         if self._sent or self._result is not None:
             return
-        self._mark_weights()
-        self._mark_gradients()
-        for optimizer in self._optimizers.values():
-            self._mark_state(optimizer)
+        self._roles.mark_all()
         moment = failed_moment(self._log)
         self._log.detach()
         if moment is not None and (moment.peak or self._fake_gpu is None):
@@ -393,11 +335,10 @@ class InspectedRun(Session):
             )
 
     def _end(self) -> NoReturn:
-        self.over = True
         if self._tries_split:
             self.learn(roots=tuple(root.facts for root in self.roots if root.facts is not None))
         self._send()
-        end_script(self._reporter, self.steps)
+        end_script(self, self._reporter)
 
     def script_ended(self) -> None:
         """Report what was followed before the script ended by itself."""

@@ -87,6 +87,7 @@ class ScriptLifecycle:
             error = error.error
         session = self._session
         index = session.index if session else 0
+        measured = session.measured_plan if session else None
         held = self._meter.current() if "torch" in sys.modules else None
         checked = in_check(error)
         where = None if checked else frames.place(error)
@@ -137,8 +138,8 @@ class ScriptLifecycle:
                 held=held,
                 started=session is None or bool(session.roots),
                 room=self._meter.available() if "torch" in sys.modules else None,
-                micro_batch=session.size if session else None,
-                checkpointing=session.checkpointing if session else None,
+                micro_batch=measured.chunk if measured else None,
+                checkpointing=measured.blocks if measured else None,
                 follows=found.follows,
             )
         )

@@ -45,6 +45,10 @@ class CallRunner:
     """Steps of the leading optimizer."""
     phase = OUTSIDE
     """What the script does now, for reports of errors."""
+    index = 0
+    """The position of the present plan among ``plans``."""
+    over = False
+    """The script was told to end."""
 
     def plans(self) -> tuple[Plan, ...]:
         """Return every plan that this session may apply."""
@@ -60,6 +64,10 @@ class CallRunner:
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """Respond to a strategy that cannot keep its promise on ``root``."""
+        self.optimizer_refused(refusal)
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Respond to a strategy that cannot keep its promise on an optimizer."""
         raise refusal
 
     def shortage(self, found: OutOfMemory) -> None:
@@ -92,9 +100,9 @@ class CallRunner:
     def call_failed(self) -> None:
         """Notice that the script receives the error of a call or a backward pass."""
 
-    def can_shrink(self, phase: str) -> bool:
-        """Return whether a split call that ran out of memory continues in smaller chunks."""
-        return True
+    def can_retry(self) -> bool:
+        """Return whether a forward that runs out of memory can run again under another plan."""
+        return False
 
     def retry_after_shortage(self, error: Exception) -> bool:
         """Return whether a call that ran out of memory runs again."""
@@ -224,7 +232,7 @@ class CallRunner:
             raise error
         self.phase = phase
         self.shortage(self.out_of_memory(found, size))
-        return self.can_shrink(phase)
+        return not (phase == "forward" and self.can_retry())
 
     def out_of_memory(self, found: Diagnosis, size: int | None) -> OutOfMemory:
         """Return the report of a shortage; ``size``: the samples in the chunk."""

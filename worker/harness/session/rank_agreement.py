@@ -35,9 +35,12 @@ class RankAgreement(Peers):
         self._agreed: Refused | None = None
         """The last refusal that all ranks share."""
 
-    def tell(self, event: Event) -> None:
-        """Report an event that is the same on every rank; only the leading rank sends it."""
-        if self.leads:
+    def tell(self, event: Event, *, for_all: bool = False) -> None:
+        """Report an event that is the same on every rank; only the leading rank sends it.
+
+        ``for_all``: this rank sends it, because it ends the launch.
+        """
+        if for_all or self.leads:
             self._reporter.send(event)
 
     def turn_to(self, proof: ProofRecord, plan: Plan, turn: Callable[[bool], bool]) -> None:

@@ -34,7 +34,6 @@ from autofit.worker.oom.classifier import ErrorKind, classify, classify_retries
 from autofit.worker.records.trials import (
     InOnePiece,
     LaunchRequest,
-    Learned,
     OutOfMemory,
     Pressed,
     Ran,
@@ -67,9 +66,7 @@ class RealRun(Session):
         """
         known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
-        super().__init__(meter, known, request.ranks, group)
-        self.index = 0
-        self.over = False
+        super().__init__(meter, known, request.ranks, group, tell=reporter.send)
         self._plans = [*request.plans]
         self._peaks = [*(request.peaks or (0,) * len(request.plans))]
         self._left: list[int] = list(range(1, len(request.plans)))
@@ -82,7 +79,7 @@ class RealRun(Session):
         self._standby = Standby(
             self.seams,
             self._is_shortage,
-            lambda: bool(self._more_blocks()),
+            self.can_retry,
             partial(self._in_one_piece, on_host=True),
         )
         self._whole: set[tuple[str, bool]] = set()
@@ -150,9 +147,9 @@ class RealRun(Session):
             and self._peaks[n] < LEANER * peak
         ]
 
-    def can_shrink(self, phase: str) -> bool:
-        """Return ``False`` for a forward that runs again with more checkpointed blocks."""
-        return not (phase == "forward" and self._more_blocks())
+    def can_retry(self) -> bool:
+        """Return whether a forward runs again with more checkpointed blocks."""
+        return bool(self._more_blocks())
 
     def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
         """Repeat a failed call without a plan, to find out whether the plan is at fault."""
@@ -310,10 +307,6 @@ class RealRun(Session):
         """Report a shortage to the parent, which tells the user and the store."""
         survived.add()
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
-
-    def learned(self) -> None:
-        """Report the facts to the parent, which needs them to find a leaner plan."""
-        self._reporter.send(Learned(facts=self.facts))
 
     def boundary(self) -> None:
         """Reset the meter after the first step, and watch the allocator."""

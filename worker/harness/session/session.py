@@ -46,10 +46,27 @@ from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.meter import Meter
 from autofit.worker.records.phases import CHECK, FIRST_BATCH, IMPORT, Phases
+from autofit.worker.records.trials import Event, Learned
 
 BY_ITSELF = "the script calls torch.autograd.grad on the model's parameters"
 SETTLED = 2
 """Optimizer steps without a new root after which the search for roots ends."""
+
+
+class Watcher:
+    """Follows the training of a session; notices nothing by default."""
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Notice a scalar that the script differentiates."""
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` is about to step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` has stepped, before the step is counted."""
+
+    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Notice that one parameter is about to step during backward."""
 
 
 class Session(CallRunner):
@@ -62,15 +79,19 @@ class Session(CallRunner):
         ranks: int = 1,
         group: RankGroup | None = None,
         phases: Phases | None = None,
+        tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """``known``: what was verified of the roots before; ``ranks``: that train together.
 
-        ``group``: the ranks of a single-process script. ``phases``: of this process.
+        ``group``: the ranks of a single-process script. ``phases``: of this process. ``tell``:
+        reports to the parent what the session learns.
         """
         self.meter = meter
         self.phases = phases or Phases()
         self.seams = Seams(self)
-        self._group = group
+        self._group, self._tell = group, tell
+        self.watchers: tuple[Watcher, ...] = ()
+        """What follows the training."""
         self.calls = Calls()
         self._states = ShardedStates(group, self.seams.patches) if group is not None else None
         self.optimizers = Optimizers(self, self._shard)
@@ -114,13 +135,8 @@ class Session(CallRunner):
         self._undos.clear()
 
     @property
-    def size(self) -> int | None:
-        """The samples in a chunk that are being measured; ``None`` outside a measurement."""
-        return None
-
-    @property
-    def checkpointing(self) -> str | None:
-        """The level of ``checkpointing`` that is being measured; ``None`` outside a measurement."""
+    def measured_plan(self) -> Plan | None:
+        """The plan with its numbers that is being measured; ``None`` outside a measurement."""
         return None
 
     # --- decisions of a subclass ------------------------------------------------------------
@@ -133,10 +149,6 @@ class Session(CallRunner):
         """Return whether a plan of this session may change optimizers."""
         return any(changes_of(plan) for plan in self.plans())
 
-    def optimizer_refused(self, refusal: Refused) -> None:
-        """Respond to a strategy that cannot keep its promise on an optimizer."""
-        raise refusal
-
     def optimizer_broke(self, error: Exception) -> bool:
         """Return whether a step that failed and changed nothing runs again."""
         return False
@@ -148,20 +160,8 @@ class Session(CallRunner):
     def autograd_grad_called(self) -> None:
         """Notice that the script differentiates for chosen inputs, not for all parameters."""
 
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """Notice that ``optimizer`` is about to step."""
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Notice that ``optimizer`` has stepped, before the step is counted."""
-
-    def loss(self, value: torch.Tensor) -> None:
-        """Notice a scalar that the script differentiates."""
-
     def boundary(self) -> None:
         """Notice a step of the leading optimizer; may raise to end the script."""
-
-    def learned(self) -> None:
-        """Notice that ``facts`` has changed."""
 
     def script_failed(self) -> None:
         """Notice that the script ends by an error."""
@@ -237,7 +237,8 @@ class Session(CallRunner):
         """Run the script's backward pass."""
         first = tensors[0] if isinstance(tensors, (tuple, list)) else tensors
         if isinstance(first, torch.Tensor) and first.numel() == 1:
-            self.loss(first.detach())
+            for watcher in self.watchers:
+                watcher.loss(first.detach())
         self.phase = "backward"
         with inside(self.seams), self.shortages_reported():
             self.around_backward(tensors, run)
@@ -298,6 +299,8 @@ class Session(CallRunner):
 
     def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """Notice that one parameter is about to step during backward."""
+        for watcher in self.watchers:
+            watcher.parameter_steps(optimizer, parameter)
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note the phase, and run delayed calls."""
@@ -305,11 +308,13 @@ class Session(CallRunner):
         self.step_calls.step_begins()
         self.reads.fresh = False
         self.phase = "optimizer step"
-        self.optimizer_begins(optimizer)
+        for watcher in self.watchers:
+            watcher.optimizer_begins(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count the step if it is the leading optimizer's; look for roots until they are known."""
-        self.optimizer_stepped(optimizer)
+        for watcher in self.watchers:
+            watcher.optimizer_stepped(optimizer)
         self.phase = OUTSIDE
         name = type(optimizer).__name__
         before = self.facts.optimizers if self.facts.stepped else ()
@@ -382,4 +387,4 @@ class Session(CallRunner):
     def learn(self, **changes: Any) -> None:
         """Replace some of the script's facts."""
         self.facts = replace(self.facts, **changes)
-        self.learned()
+        self._tell(Learned(facts=self.facts))
