@@ -24,14 +24,14 @@ from torch import nn
 from autofit.exceptions import CannotRetry, Refused, UsageError
 from autofit.resilience import out_of_memory, outer_models, ranks, switches
 from autofit.resilience.arguments import ArgumentPlace, Arguments, inject, take_argument
-from autofit.resilience.batch import Cut, StepBatch, Weight, detached, join_outputs, loss_of
+from autofit.resilience.batch import StepBatch, Weight, detached, join_outputs, loss_of
 from autofit.resilience.call_key import Key, key_of
 from autofit.resilience.parameters import GradientSnapshot, StepParameters
 from autofit.resilience.part_limit import PartLimit
 from autofit.resilience.records import Hook, Retry
 from autofit.resilience.remembered import FittedSettings
 from autofit.resilience.split_of_step import StepLoss
-from autofit.worker.harness.batch.layout import Weights, cuts
+from autofit.worker.harness.batch.layout import Cut, Weights, cuts
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.split_rules import Undecided
 from autofit.worker.oom import survived
@@ -106,9 +106,9 @@ class _Run:
     def __init__(self, step: SplitStep, arguments: Arguments) -> None:
         self.step = step
         value, self.rest = take_argument(step.place, arguments)
-        self.batch = StepBatch.of(value, step.dim)
+        self.batch = StepBatch(value, step.dim)
         self.samples = self.batch.samples
-        self.key = (*_shapes(self.batch), *key_of(self.rest))
+        self.key = (*_shapes(self.batch.leaves, step.dim), *key_of(self.rest))
         self.limit = step.limit(self.key)
         self._known_limit = self.limit.samples
         self.attempt = 0
@@ -226,7 +226,8 @@ class _Run:
             return 1.0
         if callable(reduction):
             total = float(reduction(self.batch.take((0, self.samples))))
-            return float(reduction(self.batch.take(cut))) / total if total else 0.0
+            if total:
+                return float(reduction(self.batch.take(cut))) / total
         return (cut[1] - cut[0]) / self.samples
 
     def _modules(self) -> list[nn.Module]:
@@ -375,13 +376,13 @@ def _reducing(modules: list[nn.Module]) -> list[nn.parallel.DistributedDataParal
     return [m for m in modules if isinstance(m, kinds) and m.require_backward_grad_sync]
 
 
-def _shapes(batch: StepBatch) -> Key:
+def _shapes(leaves: list[Any], dim: int) -> Key:
     """Return the shapes and dtypes of a batch, without the number of samples."""
     return tuple(
-        (*leaf.shape[: batch.dim], *leaf.shape[batch.dim + 1 :], leaf.dtype)
+        (*leaf.shape[:dim], *leaf.shape[dim + 1 :], leaf.dtype)
         if isinstance(leaf, torch.Tensor)
         else type(leaf).__name__
-        for leaf in batch.leaves
+        for leaf in leaves
     )
 
 

@@ -115,6 +115,19 @@ def test_other_reductions(model: nn.Module, batch: Batch, reduction: str) -> Non
     assert same(gradients(model), expected)
 
 
+def test_a_batch_without_any_weight_has_the_loss_of_the_whole(
+    model: nn.Module, batch: Batch
+) -> None:
+    @autofit.resilient.step(reduction=lambda batch: 0.0)
+    def step(batch: Batch) -> torch.Tensor:
+        if len(batch["x"]) > 3:
+            short()
+        return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    plain = functional.cross_entropy(model(batch["x"]), batch["y"])
+    assert torch.allclose(step(batch), plain.detach(), rtol=1e-12)
+
+
 def test_the_caller_sees_one_step(model: nn.Module, batch: Batch) -> None:
     @autofit.resilient.step
     def step(batch: Batch, scale: float) -> dict[str, Any]:
