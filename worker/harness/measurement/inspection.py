@@ -82,7 +82,7 @@ class InspectedRun(Session):
         self.seams.order = self._batches.next
         self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
         self._roles = Roles(self, self._log)
-        self.watchers = (self._roles,)
+        self.seams.watchers = (self._roles,)
         self._graphs = leaks.Graphs()
         self._graph_open = False
         """A root was called with gradients, and backward has not ended."""
@@ -137,23 +137,27 @@ class InspectedRun(Session):
         self._send_failed(found.requested)
         self._reporter.send(Shortage(index=0, out_of_memory=found))
 
-    def describe_uncalled_model(self, error: BaseException) -> None:
-        """Learn the facts of a model that ran out of memory; report what held the memory."""
-        self._log.detach()
-        super().describe_uncalled_model(error)
-        self._send_failed(classify(error).requested)
-
-    def script_failed(self) -> None:
-        """Report what the script holds, in which a fake GPU could not follow it further."""
-        self._log.note_failure()
-        self._send_failed(None)
+    def script_failed(self, error: BaseException, *, short: bool) -> None:
+        """Report what holds the memory if it ran out, or when a fake GPU cannot follow further."""
+        if short:
+            self._log.detach()
+            super().script_failed(error, short=short)
+            self._send_failed(classify(error).requested)
+        if self._fake_gpu is not None:
+            self._log.note_failure()
+            self._send_failed(None)
 
     def call_begins(self) -> None:
         """Notice that a forward pass begins."""
         self._graph_open = True
 
-    def root_called(self, root: HarnessRoot) -> None:
-        """Count the call and learn the modules' names; end a script that has caught the end."""
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Count a call; return what runs it, and notes what it returns.
+
+        Ends a script that has caught its end.
+        """
         if self.over:
             os._exit(0)
         self.step_calls.called(first=root is self.roots[0])
@@ -162,11 +166,6 @@ class InspectedRun(Session):
             self._blocks[root.module] = repeated_blocks(root.module)
             self._log.learn_blocks(self._blocks[root.module])
         self._compiles |= root.facts is not None and root.facts.compiled
-
-    def caller(
-        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        """Return what runs a call, and notes what it returns."""
 
         def call() -> Any:
             if self._tries_split:
@@ -210,7 +209,7 @@ class InspectedRun(Session):
         self.meter.sample()
         if self._tries_split:
             self._end()
-        checked = self.proven()
+        checked = self.roots.proven()
         self._log.step = self.steps
         self._graph_open = False
         if self.steps == 1 or (checked and self._result is None):

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from autofit.strategies.support.bitsandbytes import SMALL
 from autofit.worker.harness.measurement.allocations import AllocationLog
 from autofit.worker.harness.patching.gradient_reads import gradient_of
-from autofit.worker.harness.session.session import Session, Watcher
+from autofit.worker.harness.patching.observers import Watcher
+from autofit.worker.harness.session.session import Session
 from autofit.worker.records.inspection import TensorKind
 
 
