@@ -15,12 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from autofit.exceptions import Refused
 from autofit.facts import RootFacts
 from autofit.plan import Plan
-from autofit.strategies import Number
-from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.rescue.standby import Standby
 from autofit.worker.harness.session import error_source
+from autofit.worker.harness.session.fallbacks import Fallbacks
 from autofit.worker.harness.session.first_steps import FirstStepsMeter
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
@@ -32,6 +31,7 @@ from autofit.worker.oom import survived
 from autofit.worker.oom.attempt import is_shortage
 from autofit.worker.oom.classifier import ErrorKind, classify, classify_retries
 from autofit.worker.records.trials import (
+    Event,
     InOnePiece,
     LaunchRequest,
     OutOfMemory,
@@ -41,9 +41,46 @@ from autofit.worker.records.trials import (
     Shortage,
 )
 
-LEANER = 0.95
-"""After a shortage, a fallback must have a peak below this share of the present plan's."""
 UNVERIFIED = "this plan was not verified for this model before the run"
+
+
+class Headroom:
+    """Watches the allocator of a run for retries, each of which empties its cache."""
+
+    def __init__(self, session: Session, tell: Callable[[Event], None]) -> None:
+        self._session, self._tell = session, tell
+        self._retries: deque[int] = deque(maxlen=3)
+        """Retries after each of the last steps."""
+        self._before = 0
+        """Retries up to the first step."""
+
+    @property
+    def retries(self) -> int:
+        """Retries since the first step."""
+        return self._session.meter.retries() - self._before
+
+    def begin(self) -> None:
+        """Count retries from now on."""
+        self._before = self._session.meter.retries()
+
+    def watch(self) -> None:
+        """Halve the chunks once the allocator empties its cache in two steps in a row.
+
+        The allocator then waits for the device and allocates anew. Steps are already slow, and a
+        shortage is near.
+        """
+        session = self._session
+        split = [r.chunked for r in session.roots if r.chunked and r.chunked.micro_batch > 1]
+        if not split:
+            return
+        self._retries.append(session.meter.retries())
+        if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
+            return
+        for chunked in split:
+            chunked.micro_batch = -(-chunked.micro_batch // 2)
+        size = max(chunked.micro_batch for chunked in split)
+        self._tell(Pressed(micro_batch=size, retries=self._retries[-1], steps=session.steps))
+        self._retries.clear()
 
 
 class RealRun(Session):
@@ -67,18 +104,12 @@ class RealRun(Session):
         known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
         super().__init__(meter, known, request.ranks, group, tell=reporter.send)
-        self._plans = [*request.plans]
-        self._peaks = [*(request.peaks or (0,) * len(request.plans))]
-        self._left: list[int] = list(range(1, len(request.plans)))
-        """Positions of the fallbacks that are left."""
+        self._fallbacks = Fallbacks(request.plans, request.peaks)
         self._reporter = reporter
-        self._retries: deque[int] = deque(maxlen=3)
-        """Retries of the allocator after each of the last steps."""
-        self._retries_before = 0
-        """Retries up to the first step."""
+        self._headroom = Headroom(self, reporter.send)
         self._standby = Standby(
             self.seams,
-            self._is_shortage,
+            lambda error: is_shortage(error, meter.short),
             self.can_retry,
             partial(self._in_one_piece, on_host=True),
         )
@@ -90,20 +121,19 @@ class RealRun(Session):
         """Calls of all roots since the last backward pass; their graphs still exist."""
         self._broken: tuple[int, str, str | None] | None = None
         """The plan under which a call failed, the error, and the strategy at fault."""
-        self._first: FirstStepsMeter | None = None if reporter.rank else self._first_steps()
+        self._first: FirstStepsMeter | None = None
+        """Measures the first steps, on the first rank."""
+        if reporter.rank == 0:
+            self._first = FirstStepsMeter(self.plan, meter, self.seams)
 
     @property
     def plan(self) -> Plan:
         """The present plan."""
-        return self._plans[self.index]
+        return self._fallbacks.plans[self.index]
 
     def plans(self) -> tuple[Plan, ...]:
         """Return the plan of the run, then its fallbacks."""
-        return tuple(self._plans)
-
-    def optimizer_plan(self) -> Plan:
-        """Return the present plan; it applies from the first optimizer on."""
-        return self.plan
+        return tuple(self._fallbacks.plans)
 
     # --- another plan ----------------------------------------------------------------------
 
@@ -111,7 +141,7 @@ class RealRun(Session):
         """Continue under a fallback; end the run if there is none."""
         if self._open_graphs > 1 or not self._falls_back(str(refusal), refusal.strategy):
             raise refusal
-        self._restart_call()
+        self.prepare_retry()
 
     def optimizer_refused(self, refusal: Refused) -> None:
         """Step under a fallback; end the run if there is none."""
@@ -127,29 +157,16 @@ class RealRun(Session):
 
     def retry_after_shortage(self, error: Exception) -> bool:
         """Continue under a leaner plan after a shortage in a call, if one is left."""
-        if self._open_graphs > 1 or not self._is_shortage(error):
+        if self._open_graphs > 1 or not is_shortage(error, self.meter.short):
             return False
-        peak = self._peaks[self.index]
-        leaner = [n for n in self._left if 0 < self._peaks[n] < LEANER * peak] if peak else []
-        return self._falls_back(_first_line(error), None, self._more_blocks() or leaner)
-
-    def _more_blocks(self) -> list[int]:
-        """Return the fallbacks that only checkpoint more blocks, if a forward may run again."""
-        if self._open_graphs > 1 or self._has_peers:
-            return []
-        now, peak = self.plan, self._peaks[self.index]
-        level = now.blocks
-        return [
-            n
-            for n in self._left
-            if more_blocks(self._plans[n].blocks, level)
-            and self._plans[n].with_number(Number.BLOCKS, level) == now
-            and self._peaks[n] < LEANER * peak
-        ]
+        fallbacks, now = self._fallbacks, self.index
+        leaner = fallbacks.with_more_blocks(now) or fallbacks.leaner(now)
+        return self._falls_back(_first_line(error), None, leaner)
 
     def can_retry(self) -> bool:
         """Return whether a forward runs again with more checkpointed blocks."""
-        return bool(self._more_blocks())
+        alone = self._open_graphs <= 1 and not self._has_peers
+        return alone and bool(self._fallbacks.with_more_blocks(self.index))
 
     def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
         """Repeat a failed call without a plan, to find out whether the plan is at fault."""
@@ -159,7 +176,7 @@ class RealRun(Session):
             return False
         if self._group is not None:  # the other ranks would not repeat the call
             return False
-        neutral = next((n for n in self._left if self._plans[n].neutral and self._follows(n)), None)
+        neutral = self._fallbacks.neutral()
         if neutral is None:
             return False
         culprit = error_source.blamed(error.__traceback__, self.plan)
@@ -169,7 +186,8 @@ class RealRun(Session):
 
     def prepare_retry(self) -> None:
         """Restore the random state of the start of the call."""
-        self._restart_call()
+        if self._start is not None:
+            self._start.restore()
 
     def call_succeeded(self, root: HarnessRoot) -> None:
         """Give up the plan, if the call failed under it and succeeded without it."""
@@ -188,34 +206,18 @@ class RealRun(Session):
         """
         if self._has_peers:  # the other ranks would keep their plan
             return False
-        now = self.plan
         if blamed and among is None:
-            self._add_fallback(now.without(blamed))
-        wrong = {blamed: now[blamed]} if blamed else {}
-        fits = (
-            n
-            for n in (self._left if among is None else among)
-            if self._follows(n)
-            and not any(self._plans[n][name] == level for name, level in wrong.items())
-            and self._plans[n] != now
-        )
-        found = next(fits, None)
+            rest = self.plan.without(blamed)
+            proofs = [root.proof for root in self.roots if root.alive]
+            known = rest.in_calls.neutral or all(proof.is_known(rest) for proof in proofs)
+            if known and not rest.neutral:
+                self._fallbacks.add(rest)
+        found = self._fallbacks.take(self.index, blamed, among)
         if found is None:
             return False
-        self._left.remove(found)
         self.index = found
-        self._reporter.send(Replaced(plan=self._plans[found], reason=reason, blamed=blamed))
+        self._reporter.send(Replaced(plan=self.plan, reason=reason, blamed=blamed))
         return True
-
-    def _add_fallback(self, plan: Plan) -> None:
-        """Let the run fall back to ``plan`` first, if it does something that is known to hold."""
-        if plan.neutral:
-            return
-        roots = [root for root in self.roots if root.alive]
-        if plan.in_calls.neutral or all(root.proof.is_known(plan) for root in roots):
-            self._plans.append(plan)
-            self._peaks.append(0)
-            self._left.insert(0, len(self._plans) - 1)
 
     @property
     def _has_peers(self) -> bool:
@@ -227,13 +229,6 @@ class RealRun(Session):
         """Whether several ranks train, or the plan shards the weights of one."""
         return self._group is not None or self.plan.shards is not None
 
-    def _follows(self, index: int) -> bool:
-        return self._plans[index].follows(self._plans[0].fixed)
-
-    def _restart_call(self) -> None:
-        if self._start is not None:
-            self._start.restore()
-
     def caller(
         self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Callable[[], Any]:
@@ -244,7 +239,7 @@ class RealRun(Session):
 
     def call_begins(self) -> None:
         """Store the random state, from which the call may start again under another plan."""
-        if self._left:
+        if self._fallbacks.left:
             self._open_graphs += 1
             self._start = RandomState.now()
 
@@ -300,55 +295,32 @@ class RealRun(Session):
             told = InOnePiece(reason=reason, on_host=on_host, phase=self.phase, steps=self.steps)
             self._reporter.send(told)
 
-    def _is_shortage(self, error: BaseException) -> bool:
-        return is_shortage(error, self.meter.short)
-
     def shortage(self, found: OutOfMemory) -> None:
         """Report a shortage to the parent, which tells the user and the store."""
         survived.add()
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
     def boundary(self) -> None:
-        """Reset the meter after the first step, and watch the allocator."""
+        """Reset the meter after the first step, and watch the allocator.
+
+        The first steps are measured, anew if a fallback replaces the plan.
+        """
         if self.steps == 1:
             if not self.plan.neutral:
                 self.meter.release()  # the new optimizer state leaves cached memory
             self.meter.reset()
-            self._retries_before = self.meter.retries()
-        self._watch_headroom()
-        if self._first is not None:
-            self._measure(self._first)
-
-    def _first_steps(self) -> FirstStepsMeter:
-        return FirstStepsMeter(self.plan, self.meter, self.seams)
-
-    def _measure(self, first: FirstStepsMeter) -> None:
-        """Measure a step of the first ones, and report them after the last; anew if a plan ends."""
+            self._headroom.begin()
+        self._headroom.watch()
+        first = self._first
+        if first is None:
+            return
         if accelerator.recording():
             self._first = None  # nothing may wait for the device while a CUDA graph is recorded
         elif first.plan != self.plan:
-            self._first = self._first_steps()
+            self._first = FirstStepsMeter(self.plan, self.meter, self.seams)
         elif (figures := first.stepped(self.facts)) is not None:
             self._first = None
             self._reporter.send(figures)
-
-    def _watch_headroom(self) -> None:
-        """Halve the chunks once the allocator empties its cache in two steps in a row.
-
-        The allocator then waits for the device and allocates anew. Steps are already slow, and a
-        shortage is near.
-        """
-        split = [r.chunked for r in self.roots if r.chunked and r.chunked.micro_batch > 1]
-        if not split:
-            return
-        self._retries.append(self.meter.retries())
-        if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
-            return
-        for chunked in split:
-            chunked.micro_batch = -(-chunked.micro_batch // 2)
-        size = max(chunked.micro_batch for chunked in split)
-        self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
-        self._retries.clear()
 
     def script_ended(self) -> None:
         """Report steps and peaks of the run."""
@@ -359,7 +331,7 @@ class RealRun(Session):
                 peak_allocated=peak.allocated,
                 peak_reserved=peak.reserved,
                 peak_device=peak.device,
-                retries=self.meter.retries() - self._retries_before,
+                retries=self._headroom.retries,
             )
         )
 
