@@ -94,10 +94,6 @@ class CheckOptions:
     )
     """Bytes."""
     gpu: str | None = field(default=None, metadata=GPU)
-    junit: str | None = field(
-        default=None,
-        metadata=flag("Write the result as JUnit XML to this file.", Kind.TEXT, "FILE"),
-    )
     storage: str = field(
         metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
     )

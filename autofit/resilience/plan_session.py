@@ -39,7 +39,7 @@ class PlanSession(Session):
     @property
     def micro_batch(self) -> int | None:
         """The largest chunk now, or at the end; ``None`` if the batch is not split."""
-        return self.roots[0].micro_batch or self._reached
+        return self.roots[0].splits.micro_batch or self._reached
 
     def end(self) -> None:
         """Remove the plan from the model and the optimizer."""

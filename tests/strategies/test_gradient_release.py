@@ -75,7 +75,7 @@ class Bench:
         if root.plan != self.plan:
             root.apply(self.plan)
         self.optimizers.prepare()
-        return root.call(args, {})
+        return root.running(*args)
 
     def train(self, net: Net, optimizer: Optimizer, start: int = 0, steps: int = STEPS) -> None:
         """Train as a simple script does."""
@@ -556,7 +556,7 @@ for level in ("as_is", "released"):
         before = gauge.current()
         gauge.reset()
         optimizers.prepare()
-        root.call((x,), {}).sum().backward()
+        root.running(x).sum().backward()
         optimizer.step()
     peaks[level] = gauge.peak().allocated - before
 print(json.dumps(peaks))

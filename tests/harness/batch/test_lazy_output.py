@@ -64,9 +64,10 @@ class Split:
 
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.root.call(args, {})
-        waits = self.root.delay(args, {}, self.root.call, nullcontext)
-        return self.root.call(args, {}) if waits is None else waits
+            return self.root.running(*args)
+        again = lambda args, kwargs: self.root.running(*args, **kwargs)  # noqa: E731
+        waits = self.root.delay(args, {}, again, nullcontext)
+        return self.root.running(*args) if waits is None else waits
 
     def waiting(self, x: torch.Tensor) -> Any:
         """Return the output of a second call, which waits."""

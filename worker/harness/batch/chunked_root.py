@@ -77,14 +77,18 @@ InOnePiece = Callable[[str, Forward, Any, Any], Any]
 class VerifiedLayouts(Protocol):
     """The verified layouts of one root, as far as its chunked calls use them."""
 
-    def verify_again(self, kind: Any, batch: Batch, shape: str) -> Layout:
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
         """Verify a kind of call on ``batch``, whose autograd graph has the new ``shape``.
 
         Raises ``Refused`` if the split does not hold on it.
         """
 
     def unknown_graph(
-        self, kind: Any, outputs: Sequence[Any], parameters: Sequence[torch.Tensor], nodes: int
+        self,
+        layout: Layout,
+        outputs: Sequence[Any],
+        parameters: Sequence[torch.Tensor],
+        nodes: int,
     ) -> str | None:
         """Return the shape of the graph behind ``outputs``; ``None`` if it was verified.
 
@@ -232,7 +236,7 @@ class ChunkedRoot:
             except UnknownGraph as unknown:
                 if last:
                     raise Refused(UNKNOWN_GRAPH, SPLIT) from None
-                self._layouts.verify_again(layout.kind, batch, unknown.shape)
+                self._layouts.verify_again(layout, batch, unknown.shape)
             except Refused as refusal:  # the verified layout does not hold for this batch
                 if _is_of_other_strategy(refusal):
                     raise
@@ -278,9 +282,7 @@ class ChunkedRoot:
 
     def unknown_graph(self, layout: Layout, outputs: Sequence[Any], nodes: int) -> str | None:
         """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
-        if layout.kind is None:
-            return None
-        return self._layouts.unknown_graph(layout.kind, outputs, self.own, nodes)
+        return self._layouts.unknown_graph(layout, outputs, self.own, nodes)
 
     def delay(
         self,
@@ -344,7 +346,7 @@ class ChunkedRoot:
             except UnknownGraph as unknown:
                 shape = unknown.shape
             try:
-                return together(self._layouts.verify_again(layout.kind, call.batch, shape))()
+                return together(self._layouts.verify_again(layout, call.batch, shape))()
             except Refused as refusal:
                 if self._in_one_piece is None or _is_of_other_strategy(refusal):
                     raise

@@ -183,7 +183,7 @@ class InspectedRun(Session):
         """Learn whether calls of ``root`` can be split."""
         assert root.facts is not None, "the first step has described it"
         try:
-            attempt(lambda: root.layout(batch))
+            attempt(lambda: root.splits.layout(batch))
         except Refused as refusal:
             root.facts = replace(root.facts, unsplittable=str(refusal))
 

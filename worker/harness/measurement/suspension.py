@@ -118,7 +118,7 @@ class Suspension:
                 raise Refused(reason, strategy.name)
         self._root.take_back()
         self._root.apply(plan.with_number(Number.SAMPLES, AS_IS))
-        if self._root.acts_beyond_calls:
+        if self._root.has_outermost or self._session.seams.readers:
             raise NotProbed("the plan also changes code outside the model's calls")
         self.plan = plan
         self._session.optimizers.prepare()
@@ -156,7 +156,7 @@ class ProbeSite:
             self._steps.ranks.alone
             and len(alive) == 1
             and self._session.facts.batch is not None
-            and not alive[0].weights_sharded
+            and not alive[0].ranks.weights_sharded
             and not isinstance(alive[0].outer, nn.parallel.DistributedDataParallel)
         )
 

@@ -157,8 +157,8 @@ class Trial(Session):
         with self._steps.tracer.with_dropout(), self._steps.checking():
             try:
                 proven = self.prove_on_model(root, plan, args, kwargs, known=known)
-                if self.facts.world_size == 1 and root.chunked is None:
-                    root.prove_rescue(args, kwargs)
+                if self.facts.world_size == 1 and root.splits.chunked is None:
+                    root.splits.prove_rescue(args, kwargs)
                 return proven
             finally:
                 self.phases.compiled(compiling.seconds())

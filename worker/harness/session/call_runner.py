@@ -128,7 +128,7 @@ class CallRunner:
             return root.own_call(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.phase = "evaluation"
-            output = root.call(args, kwargs)
+            output = root.running(*args, **kwargs)
             self.phase = OUTSIDE
             return output
         with self._undone(root):

@@ -70,15 +70,16 @@ class Headroom:
         shortage is near.
         """
         session = self._session
-        split = [r.chunked for r in session.roots if r.chunked and r.chunked.micro_batch > 1]
+        chunked = [each.splits.chunked for each in session.roots]
+        split = [each for each in chunked if each is not None and each.micro_batch > 1]
         if not split:
             return
         self._retries.append(session.meter.retries())
         if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
             return
-        for chunked in split:
-            chunked.micro_batch = -(-chunked.micro_batch // 2)
-        size = max(chunked.micro_batch for chunked in split)
+        for each in split:
+            each.micro_batch = -(-each.micro_batch // 2)
+        size = max(each.micro_batch for each in split)
         self._tell(Pressed(micro_batch=size, retries=self._retries[-1], steps=session.steps))
         self._retries.clear()
 
@@ -245,7 +246,7 @@ class RealRun(Session):
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply a plan that was verified; raise ``Refused`` for another one."""
-        if root.verifies:
+        if root.splits.verifies:
             return self.prove_on_model(root, plan, args, kwargs, known=known)
         if not known and shows_in_calls(plan, self.facts):
             raise Refused(UNVERIFIED)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
@@ -259,7 +260,9 @@ class Session(CallRunner):
             return run()
         if self.seams.stepping:
             raise Refused(BY_ITSELF, self.seams.stepping[0])
-        if any(root.weights_sharded or root.reduces for root in roots):
+        if any(
+            r.ranks.weights_sharded or isinstance(r.outer, DistributedDataParallel) for r in roots
+        ):
             raise Refused(BY_ITSELF, SPLIT)
         return gradients_through_chunks(outputs, inputs, options)
 
@@ -276,7 +279,7 @@ class Session(CallRunner):
         roots = [r for r in alive if any(id(p) in asked for p in r.module.parameters())]
         if roots and not self.facts.autograd_grad:
             self.learn(autograd_grad=True)
-        return [root for root in roots if root.chunked is not None or root.weights_sharded]
+        return [r for r in roots if r.splits.chunked is not None or r.ranks.weights_sharded]
 
     def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return ``args`` with lazy outputs replaced by their tensors."""
@@ -372,7 +375,7 @@ class Session(CallRunner):
         """Learn the facts of a root from its first call."""
         facts = script_facts.describe(root.outer, args, kwargs)
         root.facts = facts
-        if root.verifies and not facts.batch_norm and not transformed():
+        if root.splits.verifies and not facts.batch_norm and not transformed():
             with inside(self.seams), self.phases.within(CHECK):
                 facts = with_samples(root, facts, args, kwargs, self.meter)
         root.facts = self.agree_on_facts(facts)

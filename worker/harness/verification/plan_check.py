@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.exceptions import Refused
-from autofit.facts import Facts, RootFacts
+from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies import Number
 from autofit.strategies.base import Deferred, Fidelity, Forward, Strategy
@@ -43,6 +43,7 @@ from autofit.worker.harness.torch_state.modules import (
 )
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
+from autofit.worker.harness.verification.checked_root import CheckedRoot, checkpointed_blocks
 from autofit.worker.harness.verification.fixed_draws import without_dropout
 from autofit.worker.harness.verification.float64 import CannotRun, in_float64, soon, widened_batch
 from autofit.worker.harness.verification.gradient_digest import (
@@ -56,7 +57,7 @@ from autofit.worker.harness.verification.gradient_digest import (
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.proof_cache import ProofRecord, Sensitivity
+from autofit.worker.harness.verification.proof_cache import Sensitivity
 from autofit.worker.harness.verification.shifted_weights import (
     ShiftedWeights,
     moving,
@@ -107,47 +108,6 @@ UNREPEATABLE = (
 )
 CHECKPOINTED = Plan().with_number(Number.BLOCKS, ALL)
 """Once verified, it replaces the plain model where that does not fit."""
-
-
-class CheckedRoot(Protocol):
-    """What a check needs to know of a root, and how it puts a plan on it."""
-
-    proof: ProofRecord
-    """Where the check leaves what it finds."""
-    facts: RootFacts | None
-    """What is known of the root; ``None`` before its first call."""
-    plan: Plan
-    """The plan that is applied."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, without ``DistributedDataParallel`` and ``torch.compile`` around it."""
-
-    @property
-    def outer(self) -> nn.Module:
-        """The module that the script calls."""
-
-    @property
-    def plain(self) -> Forward:
-        """The model's call without a plan."""
-
-    @property
-    def forward(self) -> Forward:
-        """The model's call under the plan that is applied."""
-
-    @property
-    def checkpointed_blocks(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Makes a context in which the model's blocks are checkpointed; ``None`` if they cannot."""
-
-    @property
-    def whole_fits(self) -> bool:
-        """Whether a call of the whole batch is known to fit without a plan."""
-
-    def apply(self, plan: Plan) -> None:
-        """Replace the plan that is applied; raise ``Refused`` if that is impossible."""
-
-    def take_back(self) -> None:
-        """Leave the model as the script has it."""
 
 
 def prove(
@@ -466,12 +426,12 @@ def _ways(root: CheckedRoot) -> list[Way]:
     several = Way("plain", enough, nullcontext)
     one = Way("plain", fewest, nullcontext)
     on_host = Way("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
-    can = root.checkpointed_blocks
+    can = checkpointed_blocks(root, root.facts, root.plan)
     checkpointed = None if can is None else Way("checkpointed", fewest, can)
     if is_paged(root.module):
         return [checkpointed or on_host]
     if moves_together(root.module):
-        return [several if root.whole_fits else on_host]
+        return [several if root.whole_fits() else on_host]
     if checkpointed is not None and root.proof.is_known(CHECKPOINTED):
         return [several, one, checkpointed, on_host]
     return [several, one, on_host]
@@ -504,7 +464,7 @@ def _effects_of_way(
             return None
         root.proof.plain_results[key] = plain
     root.apply(plan)
-    if is_paged(root.module) and root.checkpointed_blocks is None:
+    if is_paged(root.module) and checkpointed_blocks(root, root.facts, root.plan) is None:
         saved = nullcontext  # the plan checkpoints the blocks itself
     if sharded or saved is nullcontext:
         with saved():
