@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
 from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
+from autofit.strategies.support.bitsandbytes import SMALL
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.fake_gpu.card import FakeGpu
 from autofit.worker.harness.measurement import leaks
@@ -29,11 +33,12 @@ from autofit.worker.harness.measurement.moments import (
     failed_moment,
     moments,
 )
-from autofit.worker.harness.measurement.roles import Roles
 from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.stages import end_script
 from autofit.worker.harness.measurement.timeline import timeline
 from autofit.worker.harness.parent.pipe import Reporter
+from autofit.worker.harness.patching.gradient_reads import gradient_of
+from autofit.worker.harness.patching.observers import Watcher
 from autofit.worker.harness.session.call_runner import OUTSIDE
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
@@ -46,6 +51,7 @@ from autofit.worker.records.inspection import (
     Inspected,
     Inspection,
     PlainSteps,
+    TensorKind,
     Work,
 )
 from autofit.worker.records.trials import (
@@ -55,6 +61,57 @@ from autofit.worker.records.trials import (
     PlanStarted,
     Shortage,
 )
+
+
+class Roles(Watcher):
+    """Marks the tensors of a session's models and optimizers in a log."""
+
+    def __init__(self, session: Session, log: AllocationLog) -> None:
+        self._session, self._log = session, log
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Mark the gradients that the step uses."""
+        self._optimizers[id(optimizer)] = optimizer
+        self.mark_gradients()
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Mark the optimizer's state."""
+        paths = {id(p): path for path, m in self._modules() for p in m.parameters(recurse=False)}
+        tables = (nn.Embedding, nn.EmbeddingBag)  # their state stays in 32 bits
+        embeddings = {id(m.weight) for _, m in self._modules() if isinstance(m, tables)}
+        for parameter, state in optimizer.state.items():
+            small = parameter.numel() < SMALL or id(parameter) in embeddings
+            for tensor in tree_leaves(state):
+                path = paths.get(id(parameter), "")
+                self._log.mark(tensor, TensorKind.OPTIMIZER_STATE, path, quantized=not small)
+
+    def mark_weights(self) -> None:
+        """Mark parameters and buffers."""
+        for model in self._session.modules():
+            self._log.modules.learn(model)
+        for path, module in self._modules():
+            for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+                self._log.mark(tensor, TensorKind.WEIGHTS, path)
+
+    def mark_gradients(self) -> None:
+        """Mark the gradients of the parameters."""
+        for path, module in self._modules():
+            for parameter in module.parameters(recurse=False):
+                self._log.mark(gradient_of(parameter), TensorKind.GRADIENTS, path)
+
+    def mark_all(self) -> None:
+        """Mark whatever exists now."""
+        self.mark_weights()
+        self.mark_gradients()
+        for optimizer in self._optimizers.values():
+            self.optimizer_stepped(optimizer)
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield each module of the roots, with its name."""
+        for root in self._session.modules():
+            for module in root.modules():
+                yield self._log.modules.name_of(module), module
 
 
 class InspectedRun(Session):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autofit.exceptions import Refused
@@ -44,7 +44,10 @@ class NumberSearch:
         if not plan.open:
             yield from self._measure(plan)
         elif plan.unsized != plan:
-            yield from self._like(plan, (yield from self._numbers_of(plan.unsized)))
+            if plan.unsized not in self._solved:
+                yield from self._solve(plan.unsized)
+                self._now.results = []
+            yield from self._like(plan, self._solved.get(plan.unsized, ()))
         else:
             yield from self._like(plan, self._alike(plan), or_leaner=False)
             if not self._now.results:
@@ -97,13 +100,6 @@ class NumberSearch:
             and _beside_activations(each) == _beside_activations(plan)
         )
         return next((self._solved[each] for each in alike), ())
-
-    def _numbers_of(self, plan: Plan) -> Generator[Window | None, None, Sequence[Measurement]]:
-        """Return the measurements from which the numbers of ``plan`` were found, the best last."""
-        if plan not in self._solved:
-            yield from self._solve(plan)
-            self._now.results = []
-        return self._solved.get(plan, ())
 
     def _like(
         self, plan: Plan, known: Sequence[Measurement], *, or_leaner: bool = True

@@ -73,16 +73,28 @@ class StepMeter(Watcher):
         self._meter.sample()
         if window is None:
             return
+        session = self._session
         losses = [float(loss) for loss in self._losses]
-        traced = self.tracer.close_step(losses, self._session.index)
+        traced = self.tracer.close_step(losses, session.index)
         if traced and self.tracer.full:
-            self._session.reads.stop()
+            session.reads.stop()
         if self.graphs is not None and self.tracer.full:
             self.graphs.held.append(self._meter.current())
-        seen = self.ranks.step(self._seen(seconds, losses, window))
+        compiled, self._compiled = self._compiled, self.compiling.seconds()
+        session.phases.compiled(self._compiled)
+        own = Seen(
+            seconds=seconds,
+            wait=session.seams.data_seconds,
+            losses=tuple(losses),
+            calls=session.step_calls.taken,
+            proven=session.roots.proven(),
+            compiled=self._compiled > compiled,
+            shortage=window.shortage,
+        )
+        seen = Seen.by_all(self.ranks.agree("an optimizer step", own))
         retries, self._retries = self._retries, self._meter.retries()
-        if self._session.step_calls.learns(seen.calls, self._session.facts.calls_per_step):
-            self._session.learn(calls_per_step=seen.calls)
+        if session.step_calls.learns(seen.calls, session.facts.calls_per_step):
+            session.learn(calls_per_step=seen.calls)
         window.shortage = seen.shortage
         if window.shortage is not None:
             return
@@ -97,21 +109,6 @@ class StepMeter(Watcher):
             if seen.proven:
                 self._meter.release()  # the check leaves cached memory
             self._meter.reset()  # peaks of a check and of the first step do not count
-
-    def _seen(self, seconds: float, losses: list[float], window: Window) -> Seen:
-        """Return the step as this rank saw it."""
-        session, compiled = self._session, self._compiled
-        self._compiled = self.compiling.seconds()
-        session.phases.compiled(self._compiled)
-        return Seen(
-            seconds=seconds,
-            wait=session.seams.data_seconds,
-            losses=tuple(losses),
-            calls=session.step_calls.taken,
-            proven=session.roots.proven(),
-            compiled=self._compiled > compiled,
-            shortage=window.shortage,
-        )
 
     # --- windows ---------------------------------------------------------------------------
 
@@ -133,7 +130,8 @@ class StepMeter(Watcher):
 
     def measured(self, window: Window) -> Measurement:
         """Return what a full window has measured, on all ranks; tell whether graphs were left."""
-        found = self.measurement(window, self.ranks.measurement(self.figures(window)))
+        ranks = self.ranks.agree("a measurement", self.figures(window))
+        found = self.measurement(window, ranks)
         if (graphs := self.graphs) is not None:
             lost = "it is not known whether the script keeps graphs"
             growth = beside(lambda: graphs.growth(1, self._session.steps), None, lost)

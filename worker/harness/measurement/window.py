@@ -100,8 +100,8 @@ class Window:
         self.pressed = any(each.pressed for each in ranks)
         peak = reduce(Peak.worst, (each.peak for each in ranks))
         return Measurement(
-            micro_batch=self.plan.samples(facts.batch or 1) if self.size is None else self.size,
-            effective_batch=self.effective_batch(facts, share),
+            micro_batch=self.plan.chunk or self.plan.samples(facts.batch or 1),
+            effective_batch=max(1, round(self.plan.effective_batch(facts) * share)),
             step_seconds=tuple(self.seconds),
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
@@ -146,21 +146,12 @@ class Window:
         """The duration of each step that counts."""
         return [step.seconds for step in self.counted]
 
-    def effective_batch(self, facts: Facts, share: float) -> int:
-        """Return the samples in an optimizer step; ``share`` as for ``measurement``."""
-        return max(1, round(self.plan.effective_batch(facts) * share))
-
-    @property
-    def size(self) -> int | None:
-        """The samples in a chunk; ``None`` where the batch is not split."""
-        return self.plan.chunk
-
     def leaner(
         self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
     ) -> list[tuple[Plan, Measurement]]:
         """Return the measurements of ``plan`` that need less memory than this, the fastest last."""
         own = [pair for pair in measured if pair[0].is_point_of(plan)]
-        leaner = [pair for pair in own if pair[1].leaner(self.size, self.plan.blocks)]
+        leaner = [pair for pair in own if pair[1].leaner(self.plan.chunk, self.plan.blocks)]
         return sorted(leaner, key=lambda pair: pair[1].seconds, reverse=True)
 
     def figures(self, peak: Peak, compiled: float, refused: int) -> Figures:

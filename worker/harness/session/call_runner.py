@@ -57,7 +57,7 @@ class CallRunner:
 
     def optimizer_plan(self) -> Plan:
         """Return the plan for the next optimizer step."""
-        return self.plans()[0]
+        return self.plans()[self.index]
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan that ``root`` should run under now."""
