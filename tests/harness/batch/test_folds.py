@@ -127,4 +127,4 @@ def test_the_model_of_a_later_fold_is_the_same_root() -> None:
         for verified in (True, False):
             train()
             gc.collect()
-            assert session.proven() is verified
+            assert session.roots.proven() is verified

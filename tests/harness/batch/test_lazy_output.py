@@ -328,12 +328,13 @@ def test_delayed_calls_run_before_the_weights_change(split: Any) -> None:
 def test_a_module_that_changes_is_noticed() -> None:
     said = []
 
-    class Told(Handler):
-        def module_changes(self) -> None:
+    class Waiting:
+        def run_before_change(self) -> None:
             said.append(True)
 
-    net = Net(3)
-    seams = Seams(Told())
+    net, waiting = Net(3), Waiting()
+    seams = Seams(Handler())
+    seams.delayed_calls.add(waiting)
     seams.attach()
     try:
         net.eval()

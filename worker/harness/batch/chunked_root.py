@@ -37,6 +37,7 @@ from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState
+from autofit.worker.harness.batch.chunk_runs import ChunkRuns
 from autofit.worker.harness.batch.chunked_call import ChunkedCall, UnknownGraph
 from autofit.worker.harness.batch.ddp import DdpReduction
 from autofit.worker.harness.batch.evaluation import Evaluation, FindValues
@@ -249,7 +250,7 @@ class ChunkedRoot:
                 self._has_split = True
                 if (
                     self.state.can_delay
-                    and not call.inputs
+                    and not call.runs.inputs
                     and _has_one_row_a_sample(layout, output)
                 ):
                     outline = torch.empty_like(output, device="meta")
@@ -401,8 +402,8 @@ class ChunkedRoot:
         ``incoming`` has the gradient of each output that the script uses. ``state`` and
         ``ambient`` are the random state and the autocast state of the forward.
         """
-        call = ChunkedCall(self, forward, batch, self._find_layout(batch, gradients=True))
-        call.finish(incoming, parameters, state, ambient)
+        runs = ChunkRuns(self, forward, batch, self._find_layout(batch, gradients=True))
+        runs.finish(incoming, parameters, state, ambient)
 
     def refuse_listeners(self) -> None:
         """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""

@@ -38,9 +38,10 @@ from autofit.worker.harness.measurement.stages import end_script
 from autofit.worker.harness.measurement.timeline import timeline
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.gradient_reads import gradient_of
+from autofit.worker.harness.patching.observers import Watcher
 from autofit.worker.harness.session.call_runner import OUTSIDE
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
-from autofit.worker.harness.session.session import Session, Watcher
+from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import attempt
@@ -87,9 +88,8 @@ class Roles(Watcher):
 
     def mark_weights(self) -> None:
         """Mark parameters and buffers."""
-        for root in self._session.roots:
-            if root.alive:
-                self._log.modules.learn(root.module)
+        for model in self._session.modules():
+            self._log.modules.learn(model)
         for path, module in self._modules():
             for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
                 self._log.mark(tensor, TensorKind.WEIGHTS, path)
@@ -139,7 +139,7 @@ class InspectedRun(Session):
         self.seams.order = self._batches.next
         self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
         self._roles = Roles(self, self._log)
-        self.watchers = (self._roles,)
+        self.seams.watchers = (self._roles,)
         self._graphs = leaks.Graphs()
         self._graph_open = False
         """A root was called with gradients, and backward has not ended."""
@@ -194,23 +194,27 @@ class InspectedRun(Session):
         self._send_failed(found.requested)
         self._reporter.send(Shortage(index=0, out_of_memory=found))
 
-    def describe_uncalled_model(self, error: BaseException) -> None:
-        """Learn the facts of a model that ran out of memory; report what held the memory."""
-        self._log.detach()
-        super().describe_uncalled_model(error)
-        self._send_failed(classify(error).requested)
-
-    def script_failed(self) -> None:
-        """Report what the script holds, in which a fake GPU could not follow it further."""
-        self._log.note_failure()
-        self._send_failed(None)
+    def script_failed(self, error: BaseException, *, short: bool) -> None:
+        """Report what holds the memory if it ran out, or when a fake GPU cannot follow further."""
+        if short:
+            self._log.detach()
+            super().script_failed(error, short=short)
+            self._send_failed(classify(error).requested)
+        if self._fake_gpu is not None:
+            self._log.note_failure()
+            self._send_failed(None)
 
     def call_begins(self) -> None:
         """Notice that a forward pass begins."""
         self._graph_open = True
 
-    def root_called(self, root: HarnessRoot) -> None:
-        """Count the call and learn the modules' names; end a script that has caught the end."""
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Count a call; return what runs it, and notes what it returns.
+
+        Ends a script that has caught its end.
+        """
         if self.over:
             os._exit(0)
         self.step_calls.called(first=root is self.roots[0])
@@ -219,11 +223,6 @@ class InspectedRun(Session):
             self._blocks[root.module] = repeated_blocks(root.module)
             self._log.learn_blocks(self._blocks[root.module])
         self._compiles |= root.facts is not None and root.facts.compiled
-
-    def caller(
-        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        """Return what runs a call, and notes what it returns."""
 
         def call() -> Any:
             if self._tries_split:
@@ -267,7 +266,7 @@ class InspectedRun(Session):
         self.meter.sample()
         if self._tries_split:
             self._end()
-        checked = self.proven()
+        checked = self.roots.proven()
         self._log.step = self.steps
         self._graph_open = False
         if self.steps == 1 or (checked and self._result is None):

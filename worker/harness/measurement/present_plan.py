@@ -87,7 +87,7 @@ class PresentPlan:
 
     def is_known(self, plan: Plan) -> bool:
         """Return whether ``plan`` was verified on each model."""
-        return all(root.proof.is_known(plan) for root in self._session.roots if root.alive)
+        return all(root.proof.is_known(plan) for root in self._session.roots.alive)
 
     def stepped(self, window: Window) -> None:
         """Tell the parent of a verified plan once a step has run under it."""
@@ -99,7 +99,7 @@ class PresentPlan:
     def found(self, plan: Plan, measurement: Measurement) -> None:
         """Add a result; tell the parent of it, and what a split has shown of the models."""
         self.results.append((plan, measurement))
-        roots = [root for root in self._session.roots if root.alive]
+        roots = self._session.roots.alive
         known = tuple(root.facts for root in roots if root.facts is not None)
         if known != self._session.facts.roots:
             self._session.learn(roots=known)
@@ -123,7 +123,7 @@ class PresentPlan:
         session, tracer = self._session, self._steps.tracer
         if tracer.steps:  # a plan without a step leaves the trace to the next
             tracer.stop()
-            trace = tracer.result(session.sensitivity())
+            trace = tracer.result(session.roots.sensitivity())
             if trace is not None and tracer.index == session.index:
                 self._ranks.tell(Traced(index=session.index, trace=trace))
         verdict = Verdict.MEASURED if self.results else Verdict.OUT_OF_MEMORY

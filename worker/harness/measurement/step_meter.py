@@ -15,8 +15,9 @@ from autofit.worker.harness.measurement.same_batches import SameBatches
 from autofit.worker.harness.measurement.tracer import Tracer
 from autofit.worker.harness.measurement.window import RefusedAllocations, Step, Window
 from autofit.worker.harness.parent.agreement import Figures, Seen
+from autofit.worker.harness.patching.observers import Watcher
 from autofit.worker.harness.session.rank_agreement import RankAgreement
-from autofit.worker.harness.session.session import Session, Watcher
+from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.records.phases import CHECK, CONFIRM, DATA, OBSERVE
@@ -86,7 +87,7 @@ class StepMeter(Watcher):
             wait=session.seams.data_seconds,
             losses=tuple(losses),
             calls=session.step_calls.taken,
-            proven=session.proven(),
+            proven=session.roots.proven(),
             compiled=self._compiled > compiled,
             shortage=window.shortage,
         )

@@ -151,7 +151,7 @@ class ProbeSite:
 
     def possible(self) -> bool:
         """Return whether plans can be probed: there is one model on one rank, with a batch."""
-        alive = [root for root in self._session.roots if root.alive]
+        alive = self._session.roots.alive
         return (
             self._steps.ranks.alone
             and len(alive) == 1

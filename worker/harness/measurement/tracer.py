@@ -25,10 +25,10 @@ from autofit.worker.harness.measurement.fingerprint import (
     shape_of,
     together,
 )
+from autofit.worker.harness.patching.observers import Watcher
 from autofit.worker.harness.patching.weight_views import WeightViews
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import tf32_on
-from autofit.worker.harness.session.session import Watcher
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import RandomState, autocast_on

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from torch import nn
 
 from autofit.exceptions import Refused
-from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.worker.harness.batch import evaluation
 from autofit.worker.harness.measurement.stages import OBSERVED, Stages, end_script
@@ -36,6 +35,7 @@ from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.undo import NotTakenBack
+from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import is_shortage
@@ -65,13 +65,21 @@ class Trial(Session):
         known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
         self._ranks = RankAgreement(reporter, request.processes, connects=group is None)
-        super().__init__(meter, known, request.ranks, group, reporter.phases, self._ranks.tell)
+        super().__init__(
+            meter,
+            known,
+            request.ranks,
+            group,
+            reporter.phases,
+            self._ranks.tell,
+            lambda facts: self._ranks.common_facts(facts, first=not self.facts.roots),
+        )
         self._request, self._reporter, self._started = request, reporter, started
         self._pausing = threading.Lock()
         self._steps = StepMeter(self, self._ranks)
         self._site = ProbeSite(self, self._steps)
         self._stages = Stages(self, request, reporter, self._steps, self._site)
-        self.watchers = (self._steps, self._steps.tracer)
+        self.seams.watchers = (self._steps, self._steps.tracer)
         self.seams.order = self._steps.next_batch
         self.reads.start()
         self._open_graphs = 0
@@ -156,16 +164,12 @@ class Trial(Session):
         compiling.seconds()
         with self._steps.tracer.with_dropout(), self._steps.checking():
             try:
-                proven = self.prove_on_model(root, plan, args, kwargs, known=known)
+                proven = prove(root, plan, args, kwargs, self.facts, known=known)
                 if self.facts.world_size == 1 and root.splits.chunked is None:
                     root.splits.prove_rescue(args, kwargs)
                 return proven
             finally:
                 self.phases.compiled(compiling.seconds())
-
-    def agree_on_facts(self, facts: RootFacts) -> RootFacts:
-        """Return the facts of a root that all ranks use."""
-        return self._ranks.common_facts(facts, first=not self.facts.roots)
 
     # --- refusals and shortages ------------------------------------------------------------
 
@@ -206,12 +210,12 @@ class Trial(Session):
 
         Other ranks would not repeat it, and graphs of earlier calls belong to the plan before.
         """
-        roots = [root.outer for root in self.roots if root.alive]
+        roots = [root.outer for root in self.roots.alive]
         alone = not any(isinstance(each, nn.parallel.DistributedDataParallel) for each in roots)
         alone = alone and self._ranks.alone
         return self._stages.window is not None and alone and self._open_graphs <= 1
 
-    def retry_after_shortage(self, error: Exception) -> bool:
+    def retries(self, error: Exception) -> bool:
         """Return whether memory ran out in a call that can run again."""
         return self.can_retry() and is_shortage(error, self.meter.short)
 
@@ -248,8 +252,14 @@ class Trial(Session):
 
     # --- the script ------------------------------------------------------------------------
 
-    def root_called(self, root: HarnessRoot) -> None:
-        """Count the call; the first call of all starts the stages."""
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Count a call; return what runs it, traced if it is in one of the first steps.
+
+        The first call of all starts the stages. If the trial waits for a call, plans are probed
+        first. A plan that is to be verified now has trained, and is taken back for it.
+        """
         self._end_if_due()
         self._open_graphs += 1
         self._pause()
@@ -264,15 +274,6 @@ class Trial(Session):
         window = self._stages.window
         self._site.call_begins(neutral=window is not None and window.plan.neutral)
         self.step_calls.called(first=root is self.roots[0])
-
-    def caller(
-        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        """Return what runs a call, traced if it is in one of the first steps.
-
-        If the trial waits for a call, plans are probed first. A plan that is to be verified now has
-        trained, and is taken back for it.
-        """
 
         def call() -> Any:
             while self._stages.waits_for_call:

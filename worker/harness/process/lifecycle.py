@@ -99,13 +99,11 @@ class ScriptLifecycle:
         short = self._meter.short()
         found = classify(error)
         out_of_memory = found.kind is ErrorKind.OOM or (short and found.kind is ErrorKind.SUSPECT)
-        if out_of_memory and session is not None:
-            session.describe_uncalled_model(error)
-            if self._reporter.rank and session.roots:
+        if session is not None:
+            session.script_failed(error, short=out_of_memory)
+            if out_of_memory and self._reporter.rank and session.roots:
                 # The leading rank may be killed before it reports what all have learned.
                 self._reporter.send(Learned(facts=session.facts))
-        if self._fake_gpu is not None and session is not None:
-            session.script_failed()
         frames.strip_our_frames(error)
         text = _traceback_text(error)
         if isinstance(error, Refused):

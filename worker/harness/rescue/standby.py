@@ -39,7 +39,7 @@ from autofit.exceptions import Refused
 from autofit.strategies.base import Forward, Root
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.gradient_reads import Marks, marks
-from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.patching.observers import Seams, Watcher, inside, plain_backward
 from autofit.worker.harness.torch_state.graph import (
     Edge,
     edges_of,
@@ -192,7 +192,7 @@ class PlainCall:
         return without_cache(self.root.module, kwargs) is not kwargs
 
 
-class Standby:
+class Standby(Watcher):
     """Notes the calls of a run's roots, and finishes them in chunks when memory runs out."""
 
     def __init__(
@@ -320,8 +320,8 @@ class Standby:
 
         return receive
 
-    def grad(self) -> None:
-        """Notice that the script calls ``torch.autograd.grad``."""
+    def differentiates(self) -> None:
+        """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
         self._unusual = True
 
     # --- how to go on ----------------------------------------------------------------------

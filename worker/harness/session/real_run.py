@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
-from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies import Number
 from autofit.strategies.support.block_levels import more_blocks
@@ -25,7 +24,7 @@ from autofit.worker.harness.session.first_steps import FirstStepsMeter
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.harness.verification.plan_check import shows_in_calls
+from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom import survived
@@ -172,6 +171,7 @@ class RealRun(Session):
             self.can_retry,
             partial(self._in_one_piece, on_host=True),
         )
+        self.seams.watchers = (self._standby,)
         self._whole: set[tuple[str, bool]] = set()
         """The reasons told so far why calls run in one piece."""
         self._start: RandomState | None = None
@@ -214,7 +214,11 @@ class RealRun(Session):
         culprit = error_source.blamed(error.__traceback__, self.plan)
         return self._falls_back(_first_line(error), culprit)
 
-    def retry_after_shortage(self, error: Exception) -> bool:
+    def retries(self, error: Exception) -> bool:
+        """Continue under a leaner plan after a shortage, and without a plan after another error."""
+        return self._leaner_after(error) or self._neutral_after(error)
+
+    def _leaner_after(self, error: Exception) -> bool:
         """Continue under a leaner plan after a shortage in a call, if one is left."""
         if self._open_graphs > 1 or not is_shortage(error, self.meter.short):
             return False
@@ -227,7 +231,7 @@ class RealRun(Session):
         alone = self._open_graphs <= 1 and not self._has_peers
         return alone and bool(self._fallbacks.with_more_blocks(self.index))
 
-    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
+    def _neutral_after(self, error: Exception) -> bool:
         """Repeat a failed call without a plan, to find out whether the plan is at fault."""
         if self._broken is not None or self.plan.neutral or self._open_graphs > 1:
             return False
@@ -267,8 +271,7 @@ class RealRun(Session):
             return False
         if blamed and among is None:
             rest = self.plan.without(blamed)
-            proofs = [root.proof for root in self.roots if root.alive]
-            known = rest.in_calls.neutral or all(proof.is_known(rest) for proof in proofs)
+            known = rest.in_calls.neutral or all(r.proof.is_known(rest) for r in self.roots.alive)
             if known and not rest.neutral:
                 self._fallbacks.add(rest)
         found = self._fallbacks.take(self.index, blamed, among)
@@ -305,17 +308,17 @@ class RealRun(Session):
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply a plan that was verified; raise ``Refused`` for another one."""
         if root.splits.verifies:
-            return self.prove_on_model(root, plan, args, kwargs, known=known)
+            return prove(root, plan, args, kwargs, self.facts, known=known)
         if not known and shows_in_calls(plan, self.facts):
             raise Refused(UNVERIFIED)
         root.apply(plan)
         return False
 
-    def agree_on_facts(self, facts: RootFacts) -> RootFacts:
-        """Learn how many ranks train together, also if another launcher has started them."""
+    def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        """Learn also how many ranks train together: another launcher may have started them."""
+        super().describe_root(root, args, kwargs)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.learn(world_size=torch.distributed.get_world_size())
-        return facts
 
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a policy that verifies nothing, and rescues calls.
@@ -340,10 +343,6 @@ class RealRun(Session):
             run()
             return
         self._standby.backward(tensors, run, keeps_graph=self.seams.keeps_graph)
-
-    def autograd_grad_called(self) -> None:
-        """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
-        self._standby.grad()
 
     def _in_one_piece(self, reason: str, *, on_host: bool) -> None:
         """Report, once for each reason, that calls run in one piece."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -54,6 +55,22 @@ class CheckedRoot(Root, Protocol):
         """Leave the model as the script has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Checkpointed:
+    """Makes a context in which the blocks of a root are checkpointed; equal for the same root."""
+
+    root: Root
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        undo = BLOCKS.on_root(ALL, self.root)
+        try:
+            yield
+        finally:
+            if undo is not None:
+                undo()
+
+
 def checkpointed_blocks(root: Root, facts: RootFacts | None, plan: Plan) -> Context | None:
     """Return what makes a context in which the blocks of ``root`` are checkpointed.
 
@@ -66,16 +83,7 @@ def checkpointed_blocks(root: Root, facts: RootFacts | None, plan: Plan) -> Cont
     if drops or plan.blocks != AS_IS or BLOCKS.inapplicable(ALL, here) is not None:
         return None
 
-    @contextmanager
-    def checkpointed() -> Iterator[None]:
-        undo = BLOCKS.on_root(ALL, root)
-        try:
-            yield
-        finally:
-            if undo is not None:
-                undo()
-
-    return checkpointed
+    return _Checkpointed(root)
 
 
 def in_bf16(module: nn.Module, plan: Plan) -> Callable[[], AbstractContextManager[object]] | None:

@@ -65,6 +65,7 @@ from autofit.worker.harness.verification.shifted_weights import (
     to_bf16,
     vectors_shifted,
 )
+from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
     batched_arguments,
@@ -96,6 +97,7 @@ CHECKPOINTED = Plan().with_number(Number.BLOCKS, ALL)
 """Once verified, it replaces the plain model where that does not fit."""
 
 
+@checking()
 def prove(
     root: CheckedRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
 ) -> bool:
@@ -103,7 +105,7 @@ def prove(
 
     ``known``: an earlier check has passed. It still counts unless the plan depends on the batch
     size, or the tolerance depends on noise, which every process measures with its own weights.
-    Returns whether a check ran.
+    Returns whether a check ran. A shortage of memory is marked as one of a check.
     """
     root.proof.difference = None
     in_calls = plan.in_calls
