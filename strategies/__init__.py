@@ -26,7 +26,7 @@ from autofit.strategies.precision import Precision
 from autofit.strategies.ranks import Ranks
 from autofit.strategies.sharding import Sharding
 from autofit.strategies.weights import Weights
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 
 REGISTRY: tuple[Strategy, ...] = (
     Adapters(),

@@ -17,7 +17,7 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE, PER_PARAMETER
+from autofit.strategies.support.optimizers import ELEMENTWISE, PER_PARAMETER
 
 NOT_BESIDE_WEIGHTS = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
 """Strategies that read weights outside their block, or run it another number of times."""

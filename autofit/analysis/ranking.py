@@ -9,8 +9,7 @@ from typing import Any
 
 from autofit.analysis.frontier import Point, frontier, pareto, points
 from autofit.analysis.result import Result
-from autofit.analysis.speeds import margin, variation
-from autofit.analysis.verdicts import best_plan, corrected, fits, tainted
+from autofit.analysis.verdicts import best_plan, corrected, fits, margin, tainted, variation
 from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path

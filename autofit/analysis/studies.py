@@ -15,7 +15,7 @@ from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord, script_path
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 from autofit.worker.records.trials import Measurement, Script
 
 

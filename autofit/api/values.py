@@ -10,7 +10,7 @@ from typing import Any
 from autofit.exceptions import UsageError
 from autofit.flags import PREFERENCES, Kind
 from autofit.strategies import Fidelity, get
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 from autofit.units import parse_duration, parse_size
 
 

@@ -64,7 +64,7 @@ def _report(options: CheckOptions, found: Check) -> None:
 def _write_junit(
     options: CheckOptions, line: str, details: str, failed: str, seconds: float
 ) -> None:
-    from autofit.inspection.junit import write_junit
+    from autofit.inspection.document import write_junit
 
     assert options.junit is not None, "it is asked for"
     write_junit(

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 
 
 class Group(click.Group):

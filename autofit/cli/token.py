@@ -11,7 +11,7 @@ from autofit.cli import types
 from autofit.cli.lazy import Group
 from autofit.cli.out import say, write
 from autofit.exceptions import UsageError
-from autofit.printable import printable
+from autofit.text import printable
 
 _storage = click.option(
     "--storage",

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from autofit.exceptions import UsageError
 from autofit.flags import PREFERENCES, Flag, Kind, default_of, flag_name, flags_of
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F", bound=click.Command)

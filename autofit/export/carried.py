@@ -9,9 +9,9 @@ from typing import Any
 
 from autofit.analysis.result import Result
 from autofit.plan import Plan
-from autofit.printable import printable
 from autofit.strategies import Facts, Number, Strategy, counting
 from autofit.strategies.base import ScriptPart, Training
+from autofit.text import printable
 from autofit.units import format_size
 from autofit.worker.launch import rank_environment
 

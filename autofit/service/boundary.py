@@ -18,8 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from autofit.client import archive
 from autofit.exceptions import AutofitError, UsageError
 from autofit.service import refusals
-from autofit.service.rates import TooOften
-from autofit.service.users import COOKIE, Users
+from autofit.service.users import COOKIE, TooOften, Users
 from autofit.units import format_size
 
 PROBES = ("/healthz", "/readyz")

@@ -8,8 +8,7 @@ from typing import NoReturn
 from autofit.analysis.advice import BY_HAND, lacking, where
 from autofit.analysis.fallback import FallbackContext
 from autofit.analysis.ranking import extent
-from autofit.analysis.speeds import margin
-from autofit.analysis.verdicts import PHASES, best_plan, closest, fits
+from autofit.analysis.verdicts import PHASES, best_plan, closest, fits, margin
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
 from autofit.space.static_memory import least_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from autofit.analysis.speeds import is_faster
+from autofit.analysis.verdicts import is_faster
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, AUTO, Fidelity, Number, counting, get

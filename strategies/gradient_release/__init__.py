@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Replay, Strategy, Undo
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER
+from autofit.strategies.support.optimizers import PER_PARAMETER
 
 HOSTED = "hosted"
 

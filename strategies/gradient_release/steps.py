@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer_offload.host_steps import HOST_BUDGET
-from autofit.strategies.support.device import on_accelerator
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER, in_torch
+from autofit.strategies.support.memory import on_accelerator
+from autofit.strategies.support.optimizers import PER_PARAMETER, in_torch
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(PER_PARAMETER)
 MAX_PENDING = 2

@@ -105,7 +105,7 @@ class Loss(Strategy):
 
     def replay(self, level: str, step: Replay) -> None:
         """Compute head and loss in chunks of tokens, and their gradients within forward."""
-        from autofit.strategies.loss.replay import chunked
+        from autofit.strategies.loss.chunks import chunked
 
         chunked(step)
 

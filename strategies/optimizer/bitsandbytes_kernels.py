@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autofit.strategies.support.bitsandbytes import SMALL, bitsandbytes
+from autofit.strategies.support.optimizers import SMALL, bitsandbytes
 
 BLOCK = 256
 """Elements that share a scale, fixed by the kernels."""

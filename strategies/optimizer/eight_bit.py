@@ -33,9 +33,7 @@ from autofit.strategies.optimizer.fused import fused_step, place_steps, show
 from autofit.strategies.optimizer.fused import why_not as why_not_fused
 from autofit.strategies.optimizer.lion import recognised
 from autofit.strategies.optimizer.state_format import Algorithm
-from autofit.strategies.support.bitsandbytes import SMALL
-from autofit.strategies.support.optimizer_classes import LION
-from autofit.strategies.support.parameter_groups import parameters, without
+from autofit.strategies.support.optimizers import LION, SMALL, parameters, without
 
 ADAM = Algorithm(
     kernel="adam", moments=("exp_avg", "exp_avg_sq"), counter=torch.Tensor, rest=fused_step

@@ -17,8 +17,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support.optimizer_classes import FOREACH, FUSED, in_torch
-from autofit.strategies.support.parameter_groups import parameters, without
+from autofit.strategies.support.optimizers import FOREACH, FUSED, in_torch, parameters, without
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(FUSED)
 FOREACH_CLASSES: tuple[type[Optimizer], ...] = in_torch(FOREACH)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
 from autofit.strategies.optimizer.state_format import Algorithm
-from autofit.strategies.support.bitsandbytes import SMALL
+from autofit.strategies.support.optimizers import SMALL
 
 SETTINGS = ("lr", "betas", "weight_decay")
 """Settings that each group must have."""

@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support.parameter_groups import parameters
+from autofit.strategies.support.optimizers import parameters
 
 State = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Replay, Strategy, Undo
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE
+from autofit.strategies.support.optimizers import ELEMENTWISE
 
 BESIDE = (AS_IS, "fused", "single")
 """Levels of ``optimizer`` that use the script's own state."""

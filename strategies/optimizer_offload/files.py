@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autofit.exceptions import Refused
-from autofit.strategies.support.device import on_accelerator
+from autofit.strategies.support.memory import on_accelerator
 from autofit.units import format_size
 
 FOLDER = "AUTOFIT_OFFLOAD_DIR"

@@ -21,9 +21,8 @@ from autofit.exceptions import Refused
 from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer_offload.files import StateFiles
-from autofit.strategies.support.device import on_accelerator
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE, in_torch
-from autofit.strategies.support.parameter_groups import parameters
+from autofit.strategies.support.memory import on_accelerator
+from autofit.strategies.support.optimizers import ELEMENTWISE, in_torch, parameters
 from autofit.strategies.weights import split_float32
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(ELEMENTWISE)

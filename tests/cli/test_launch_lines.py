@@ -16,8 +16,8 @@ from autofit.analysis.result import Result
 from autofit.cli import main
 from autofit.cli.search import _options
 from autofit.exceptions import UsageError
-from autofit.launch_lines import Launch, accelerate_line, torchrun_line, understand
-from autofit.launch_lines.line import Line
+from autofit.launch_lines import Launch, understand
+from autofit.launch_lines.parse import LaunchLine, read_accelerate, read_torchrun
 from autofit.launch_lines.span import span
 from autofit.running.run import as_searched
 from autofit.view.summary import lines
@@ -66,7 +66,7 @@ def launched() -> Callable[[int | None], Launch]:
 def test_torchrun(
     line: str, ranks: int, target: str, module: bool, args: tuple[str, ...] | None
 ) -> None:
-    found = torchrun_line.read(line.split())
+    found = read_torchrun(line.split())
     args = ("--nproc-per-node", "4") if args is None else args
     assert (found.ranks, found.target, found.module, found.args) == (ranks, target, module, args)
     assert found.lines == ()
@@ -87,14 +87,14 @@ def test_torchrun(
 )
 def test_what_torchrun_does_and_autofit_does_not(line: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
-        torchrun_line.read(line.split())
+        read_torchrun(line.split())
     assert str(error.value).startswith(said)
 
 
 @pytest.mark.quick
 def test_options_of_torchrun_that_are_not_used_are_named() -> None:
     line = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --max-restarts 3 --tee 3 train.py"
-    restarts, meeting, rest = torchrun_line.read(line.split()).lines
+    restarts, meeting, rest = read_torchrun(line.split()).lines
     assert restarts.startswith("--max-restarts: not used, `autofit run` restarts a script only")
     assert meeting.startswith(
         "--rdzv-backend, --rdzv-endpoint: not used, autofit connects the ranks"
@@ -105,8 +105,8 @@ def test_options_of_torchrun_that_are_not_used_are_named() -> None:
 # --- accelerate -------------------------------------------------------------------------------
 
 
-def accelerate(line: str) -> Line:
-    return accelerate_line.read(shlex.split(line))
+def accelerate(line: str) -> LaunchLine:
+    return read_accelerate(shlex.split(line))
 
 
 @pytest.mark.quick

@@ -11,7 +11,7 @@ import pytest
 from autofit.cli import main
 from autofit.exceptions import UsageError
 from autofit.inspection.check import _grown
-from autofit.inspection.junit import write_junit
+from autofit.inspection.document import write_junit
 from autofit.view.explanation import check_line
 from tests.inspection import by_hand
 from tests.inspection.conftest import WIDTH

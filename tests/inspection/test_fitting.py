@@ -14,10 +14,9 @@ from autofit.cli import main
 from autofit.cli.out import render, show
 from autofit.exceptions import UsageError
 from autofit.facts import Facts
-from autofit.inspection.card_fits import CardFits
+from autofit.inspection.card_fits import CardFits, relative_time
 from autofit.inspection.cards import MODELS, model_named, models_named
 from autofit.inspection.launches import LaunchOutcome
-from autofit.inspection.roofline import relative_time
 from autofit.plan import Plan
 from autofit.view import fitting as view
 from autofit.worker.records.inspection import Inspected, Part, PeakMoment, TensorKind, Work

@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.optimizer import bitsandbytes_kernels
-from autofit.strategies.support.bitsandbytes import bitsandbytes as quietly
+from autofit.strategies.support.optimizers import bitsandbytes as quietly
 from tests.strategies.optimizers import (
     WIDTH,
     Make,

@@ -21,7 +21,7 @@ from autofit.space.catalogue import clash
 from autofit.strategies import Facts, get
 from autofit.strategies.optimizer_offload import host_steps
 from autofit.strategies.optimizer_offload.files import FOLDER, StateFiles
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE
+from autofit.strategies.support.optimizers import ELEMENTWISE
 from autofit.worker import meter
 from autofit.worker.harness.patching.observers import Calls
 from autofit.worker.harness.session.root import HarnessRoot

@@ -30,8 +30,7 @@ from autofit.worker.harness.torch_state.module_state import Attributes, FirstCal
 from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
-from autofit.worker.oom.attempt import is_shortage
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import free_frames, is_shortage
 
 CREATE_GRAPH = "the script differentiates the gradients of the model's parameters (create_graph)"
 CHANGED = "the model's weights, buffers or mode changed between its forward and its backward"

@@ -19,8 +19,8 @@ from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.rng import RandomState
+from autofit.worker.oom.attempt import free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import PROBE
 from autofit.worker.records.trials import Measurement
 

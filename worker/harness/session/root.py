@@ -54,8 +54,7 @@ from autofit.worker.harness.verification.layout_cache import Layouts
 from autofit.worker.harness.verification.proof_cache import Known, ProofRecord
 from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import few, find_layout, preserved
-from autofit.worker.oom.attempt import attempt
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import attempt, free_frames
 
 if TYPE_CHECKING:
     from autofit.worker.harness.ranks.sharded_weights import ShardedWeights

@@ -24,7 +24,7 @@ from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies import SPLIT
 from autofit.strategies.base import OptimizerHandle, Shards, Undo
-from autofit.strategies.support.device import device_capacity
+from autofit.strategies.support.memory import device_capacity
 from autofit.worker.harness.batch.late_output import DelayedOutput
 from autofit.worker.harness.batch.lazy_output import refuse_gradient
 from autofit.worker.harness.batch.own_gradients import as_tuple, gradients_through_chunks

@@ -74,9 +74,8 @@ from autofit.worker.harness.verification.split_check import (
 )
 from autofit.worker.harness.verification.split_rules import is_number
 from autofit.worker.harness.verification.tolerances import TOLERANCES
-from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model
+from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model, free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.trials import NOT_COMPARABLE
 
 Saved = Callable[[], AbstractContextManager[object]]

@@ -56,9 +56,8 @@ from autofit.worker.harness.verification.split_rules import (
     Whole,
     by_coefficients,
 )
-from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model
+from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model, free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 
 SAMPLES = 4
 """The number of samples in the check: enough for uneven chunks, few enough to be cheap."""
