@@ -50,6 +50,10 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``"did you mean 'precision'?"``; an empty text if no known name is like ``word``."""
+    """Return ``"did you mean 'precision'?"``; an empty text if no known name is like ``word``.
+
+    >>> did_you_mean("persicion", ["precision", "checkpointing"])
+    "did you mean 'precision'?"
+    """
     name = closest(word, known)
     return "" if name is None else f"did you mean {name!r}?"

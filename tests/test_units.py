@@ -48,7 +48,7 @@ def test_what_is_no_size_says_what_one_looks_like(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
     assert str(caught.value) == (
-        f"not a size: {text!r}; write a number with a unit such as 24GiB, 800MiB or 16GB"
+        f"{text!r} is not a size: write a number with a unit such as 24GiB, 800MiB or 16GB"
     )
 
 

@@ -9,7 +9,7 @@ import click
 from autofit.text import did_you_mean
 
 
-class Group(click.Group):
+class SuggestingGroup(click.Group):
     """A group that suggests a command for a misspelt one."""
 
     def resolve_command(
@@ -25,7 +25,7 @@ class Group(click.Group):
             raise click.UsageError(f"No such command {args[0]!r}; {hint}", ctx) from None
 
 
-class LazyGroup(Group):
+class LazyGroup(SuggestingGroup):
     """A group that knows the name and the module of each command.
 
     ``name`` is the object ``command`` of ``<package>.<name>``.

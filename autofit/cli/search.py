@@ -69,7 +69,7 @@ def command(
     """
     options = _options(the_launch(script, module), **given)
     if server is not None and (submit is not None or dry_run):
-        raise UsageError(f"--server and {'--submit' if submit else '--dry-run'}: give one of both")
+        raise UsageError(f"--server and {'--submit' if submit else '--dry-run'}: give one of them")
     if server is None and (priority is not None or deadline is not None):
         raise UsageError("--priority and --deadline are for searches of a service: add --server")
     if submit is not None:

@@ -32,7 +32,7 @@ _LOST_ERRORS = (OSError, http.client.HTTPException)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ServerEvent:
     """One server-sent event."""
 
     id: str
@@ -79,7 +79,7 @@ class Service:
         data = json.dumps(content).encode()
         return json.loads(self._answer("POST", path, data, "application/json"))
 
-    def events(self, path: str) -> Iterator[Event]:
+    def events(self, path: str) -> Iterator[ServerEvent]:
         """Yield server-sent events until the service ends the stream; go on after a lost line."""
         last, heard = "", time.monotonic()
         while True:
@@ -162,7 +162,7 @@ def _refusal(error: urllib.error.HTTPError) -> AutofitError:
     return kind(f"the service says: {message}")
 
 
-def _parsed(stream: Any) -> Iterator[Event | None]:
+def _parsed(stream: Any) -> Iterator[ServerEvent | None]:
     """Yield the events of a stream, and ``None`` for each sign of life.
 
     The format is that of https://html.spec.whatwg.org/multipage/server-sent-events.html.
@@ -176,7 +176,7 @@ def _parsed(stream: Any) -> Iterator[Event | None]:
                 yield None
             fields[name] = value.removeprefix(" ")
         elif "data" in fields:
-            yield Event(
+            yield ServerEvent(
                 id=fields.get("id", ""),
                 kind=fields.get("event", "message"),
                 content=json.loads(fields["data"]),

@@ -15,11 +15,18 @@ PLAN = "plan"
 
 
 def load_plan(path: Path) -> Plan:
-    """Return the plan in ``path``, an export in JSON or TOML.
+    r"""Return the plan in ``path``, an export in JSON or TOML.
 
     Only the table ``plan`` is read, which maps strategies to levels. Other strategies stay at the
     script's own setting. Raises ``UsageError`` if the file cannot be read, or if this version of
     autofit does not know the plan.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "plan.toml")
+    ...     _ = path.write_text('[plan]\nprecision = "bf16"')
+    ...     print(load_plan(path))
+    bf16
     """
     levels = _parsed(path).get(PLAN)
     if not isinstance(levels, dict) or not all(map(_is_level, levels.values())):

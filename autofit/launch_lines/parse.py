@@ -105,7 +105,7 @@ def read_torchrun(words: list[str]) -> LaunchLine:
     except ValueError as error:
         raise UsageError(f"--nproc-per-node {said.nproc_per_node}: {error}") from error
     if ranks < 1:
-        raise UsageError(f"--nproc-per-node {said.nproc_per_node}: at least one is needed")
+        raise UsageError(f"--nproc-per-node {said.nproc_per_node}: give 1 or more")
     options = _given(parser, said) - _HONOURED
     return LaunchLine(
         target=said.training_script,
@@ -122,7 +122,9 @@ def _one_node(nnodes: str) -> None:
     try:
         least, most = parse_min_max_nnodes(nnodes)
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"--nnodes {nnodes}: neither a number nor MIN:MAX") from error
+        raise UsageError(
+            f"--nnodes {nnodes}: it is neither a number nor MIN:MAX; use --nnodes 1"
+        ) from error
     if least != most:
         raise UsageError(f"--nnodes {nnodes}: the number of ranks may not change; use --nnodes 1")
     if most > 1:
@@ -138,7 +140,7 @@ def read_accelerate(words: list[str]) -> LaunchLine:
     said = parser.parse_args(words)
     options = _given(parser, said)
     for name in ("no_python", "tpu", "tpu_use_cluster", "mpirun_hostfile"):
-        _refuse(getattr(said, name, None), name, "autofit does not do this")
+        _refuse(getattr(said, name, None), name, "autofit does not support it; leave it out")
     try:
         said, defaults, from_file = launch._validate_launch_command(said)
         _check(said, defaults)
@@ -179,7 +181,7 @@ def _check(said: Namespace, defaults: Any) -> None:
         raise UsageError(
             "accelerate's config file is one for SageMaker: give another --config_file"
         )
-    _refuse(said.tpu, "tpu", "autofit does not do this")
+    _refuse(said.tpu, "tpu", "autofit does not support it; leave it out")
 
 
 def _single(said: Namespace) -> bool:

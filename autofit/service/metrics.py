@@ -20,7 +20,7 @@ KIND = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus' text format."""
 
 
-class Figures:
+class ServiceFigures:
     """The figures of one service.
 
     ``prometheus_client.make_asgi_app`` would collect them in the event loop, where a query of the

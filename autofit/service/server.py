@@ -89,7 +89,7 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
 
     from autofit.service import boundary, observed
     from autofit.service.app import make_app
-    from autofit.service.supervisor import Setting, Supervision
+    from autofit.service.supervisor import ServiceSetting, Supervision
     from autofit.service.users import Users
 
     if options.log == "json":
@@ -109,13 +109,13 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
         if own is not None:
             own.hold()
 
-        def start() -> Setting:
+        def start() -> ServiceSetting:
             address = options.address
             if own is not None:
                 address, started = own.attach(options.searches)
                 say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
             assert address is not None
-            return Setting(
+            return ServiceSetting(
                 storage=store.url,
                 address=address,
                 limit=options.limit,

@@ -148,7 +148,7 @@ def create_token(
     ``UsageError`` for a name that is not made of letters, digits and ``._@-``.
     """
     if not _NAME.fullmatch(user):
-        raise UsageError(f"{user!r} is no name of a user: write letters, digits and . _ @ - only")
+        raise UsageError(f"{user!r} is not a valid user name: use letters, digits and . _ @ - only")
     token = f"autofit_{secrets.token_urlsafe(32)}"
     Queue(store).add_token(user, _digest(token), expires)
     accounts = Accounts(store)
@@ -165,7 +165,9 @@ def revoke_tokens(store: Store, user: str, number: int | None = None) -> int:
     """
     count = Queue(store).revoke(user, number)
     if not count:
-        raise UsageError(f"{user} has no such token that is still valid: see autofit token list")
+        raise UsageError(
+            f"{user} has no valid token of this number: `autofit token list` shows them"
+        )
     target = user if number is None else f"{user}, number {number}"
     Accounts(store).note(getpass.getuser(), "revoke", target)
     return count

@@ -91,7 +91,9 @@ def _submitted_job(
     except (RuntimeError, OSError, ValueError) as error:
         if "No available agent" in str(error) and time.monotonic() < deadline:
             return None
-        raise WorkerError(f"the job server at {url} takes no job: {_first_line(error)}") from error
+        raise WorkerError(
+            f"the job server at {url} refuses the job: {_first_line(error)}"
+        ) from error
 
 
 def storage_line(store: str) -> str:
@@ -136,7 +138,7 @@ def _followed(
             client.stop_job(job)
         except (RuntimeError, OSError) as error:
             raise WorkerError(
-                f"job {job} at {url} cannot be told to stop ({_first_line(error)}): it may still"
+                f"job {job} at {url} could not be stopped ({_first_line(error)}): it may still"
                 f" run, `ray job stop {job}` ends it"
             ) from error
         if not log.follow(STOPPED + _PAUSE):

@@ -50,7 +50,7 @@ def give_up(
     """Raise the error of a search that found no plan; ``timeout``: seconds, if they are over."""
     if timeout is not None and closest(finished) is None:
         limit = f"--timeout {format_duration(timeout)}"
-        raise UsageError(f"nothing was measured within {limit}: give it more time")
+        raise UsageError(f"no plan was measured within {limit}: give more time")
     late = "" if timeout is None else f"; --timeout {format_duration(timeout)} is over"
     raise NothingFits(none_fits(finished, context) + late)
 

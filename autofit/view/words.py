@@ -39,7 +39,11 @@ def in_unit_of(budget: int, size: int) -> str:
 
 
 def of_budget(budget: int, size: int) -> str:
-    """Return ``"23.1 of 24.0 GiB"``."""
+    """Return ``"23.1 of 24.0 GiB"``.
+
+    >>> of_budget(24 << 30, 23 << 30)
+    '23.0 of 24.0 GiB'
+    """
     return f"{in_unit_of(budget, size)} of {in_unit_of(budget, budget)} {unit_of(budget)[0]}"
 
 

@@ -191,7 +191,9 @@ class Checkpointing(Strategy):
         if not blocks:
             return None  # another root of this script has the blocks
         if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
-            raise Refused("SyncBatchNorm would communicate with the other ranks again in backward")
+            raise Refused(
+                "SyncBatchNorm communicates between ranks, and checkpointing would repeat this"
+            )
         if root.hides(blocks):
             return _in_graph(blocks)
         from autofit.strategies.checkpointing.recompute import wrapper

@@ -36,7 +36,7 @@ MOST_KINDS = 2
 """Recordings of one block: the last chunk of a batch may be smaller than the others."""
 MOST_NEW = 8
 """Calls of one block in a row of which each is of a new kind: a check has some."""
-VARIES = "shapes or settings keep changing, and a CUDA graph has fixed ones"
+VARIES = "a CUDA graph needs fixed shapes and settings, and those of the model keep changing"
 
 
 class GraphMemory:

@@ -124,4 +124,4 @@ def broken(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
         first = str(error).strip().partition("\n")[0]
         return f"bitsandbytes does not work on {device.type}: {first or type(error).__name__}"
     where = f"bitsandbytes {version('bitsandbytes')} on {device.type} in {dtype}"
-    return f"{where}: its kernels compute something else" if wrong else None
+    return f"{where}: its kernels compute wrong results here" if wrong else None

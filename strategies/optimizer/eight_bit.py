@@ -63,13 +63,13 @@ def why_not(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
     adam = type(optimizer) in (Adam, AdamW)
     if not adam and name not in LION:
-        return f"{name} has no 8-bit implementation; torch's own Adam and AdamW, and Lion, have"
+        return f"{name} has no 8-bit implementation; torch's Adam and AdamW have one, and Lion"
     for group in optimizer.param_groups:
         for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group.get(flag):
                 return f"{name} with {flag} has no 8-bit implementation"
         if isinstance(group["lr"], torch.Tensor):
-            return "its learning rate is a tensor"
+            return "its learning rate is a tensor, not a number"
     for parameter in parameters(optimizer):
         if parameter.dtype not in DTYPES:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"

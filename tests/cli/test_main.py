@@ -98,7 +98,10 @@ def test_any_other_error_is_a_bug_and_stays_one(
         (["search"], "no script given: write its path, or -m MODULE, or its launch line after --"),
         (["run"], "no script given: write its path, or -m MODULE, or its launch line after --"),
         (["run", "--", "--lr", "1"], "no script given: write its path, or -m MODULE, or "),
-        (["search", "--", "banana", "a.py"], "'banana' starts no launch line: python, torchrun "),
+        (
+            ["search", "--", "banana", "a.py"],
+            "'banana' is no launcher: autofit understands python, torchrun ",
+        ),
         (["search", "--", "python", "none.py"], "there is no script 'none.py'"),
         (["search", "none.py"], "there is no script 'none.py'"),
         (["run", "none.py"], "there is no script 'none.py'"),

@@ -238,7 +238,7 @@ def test_a_card_that_is_not_in_the_table() -> None:
     other = model_named("H100").other(24 << 30, half=98.9)
     assert other.hardware.total_bytes == 24 << 30
     assert other.bandwidth == pytest.approx(335)
-    with pytest.raises(UsageError, match="give --memory, without --gpu"):
+    with pytest.raises(UsageError, match="give its --memory too, no --gpu"):
         autofit.fit(__file__, gpu="H100", flops=100)
 
 

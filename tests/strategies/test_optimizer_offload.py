@@ -267,7 +267,7 @@ def test_what_it_cannot_take_in_pieces(under: Under, monkeypatch: pytest.MonkeyP
 
     net = model()
     for optimizer, reason in (
-        (Own(net.parameters()), "not known to step piece by piece"),
+        (Own(net.parameters()), "not known to update each element"),
         (AdamW(net.parameters(), differentiable=True), "differentiable"),
         (AdamW(nn.Linear(2, 2).parameters()), "too small"),
     ):

@@ -225,7 +225,7 @@ ROOT = RootFacts(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"padding": 0.01}, "next to no padding"),
+        ({"padding": 0.01}, "almost no padding"),
         ({"batch_norm": True}, "BatchNorm"),
         ({"compiled": True}, "compiled anew"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from autofit.exceptions import UsageError
 from autofit.facts import Hardware
 from autofit.tuning.cards import choose
-from autofit.worker.meter import Card, Holder
+from autofit.worker.meter import Card, CardHolder
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 def card(index: int, held: int = 0, name: str = "NVIDIA H200") -> Card:
     """A card of 140 GiB of which one process holds some."""
-    holder = Holder(pid=4711 + index, name="python", size=held * GIB)
+    holder = CardHolder(pid=4711 + index, name="python", size=held * GIB)
     return Card(
         entry=str(index),
         uuid=f"GPU-{index}",

@@ -37,6 +37,9 @@ def under(plan: Plan, user: Mapping[str, str]) -> dict[str, str]:
 
     The user's own allocator settings take precedence over the plan's. Both are joined in the
     variable that the plan sets, because torch reads that one first.
+
+    >>> under(Plan.of({"allocator": "expandable"}), {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    {'PYTORCH_ALLOC_CONF': 'max_split_size_mb:64,expandable_segments:True'}
     """
     variables = plan.environment
     own = next((user[name] for name in ALLOCATOR if user.get(name)), "")

@@ -121,7 +121,9 @@ def _replicas(spec: ChildSpec, variables: Mapping[str, str], hosts: Hosts | None
     if not of_device.on_host:
         cards = of_device.measured_cards(variables)
         if len(cards) < here:
-            raise UsageError(f"{here} ranks need as many GPUs, and {len(cards)} are visible here")
+            raise UsageError(
+                f"{here} ranks need {here} GPUs, and {len(cards)} are visible: plan fewer"
+            )
         shown[:here] = [{**common, **of_device.visible_only([card.entry])} for card in cards[:here]]
     return [
         RankTask(

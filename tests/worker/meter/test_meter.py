@@ -38,7 +38,7 @@ def test_the_machine_is_described() -> None:
 @pytest.mark.parametrize("call", [meter.hardware, meter.free_bytes, meter.for_device])
 def test_an_unknown_device_is_named(call: object) -> None:
     assert callable(call)
-    with pytest.raises(UsageError, match="no such device: 'tpu'; there are cpu and cuda"):
+    with pytest.raises(UsageError, match="there is no device 'tpu': write cpu or cuda"):
         call("tpu")
 
 
