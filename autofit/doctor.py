@@ -45,7 +45,6 @@ EXTRAS: Mapping[str, str] = {
     "report": "autofit report",
     "serve": "autofit serve",
     "notebook": "a table in a notebook that shows the running search",
-    "cluster": "autofit search --submit",
     "postgresql": "--storage postgresql+psycopg://...",
     "gp": "autofit search --sampler gp",
     "peft": "LoRA and QLoRA (--allow recipe)",

@@ -121,11 +121,10 @@ def decoder(preset: str, cards: int, device: str) -> list[Row]:
 
 
 def offloaded() -> list[Row]:
-    """Return rows of one card that keep weights or optimizer state in host memory or on disk."""
+    """Return rows of one card that keep weights or optimizer state in host memory."""
     hosted = {"sharding": "full_offload", "checkpointing": "all", "optimizer": "fused"}
     vit, decoder = {**hosted, "micro_batch": "4"}, {**hosted, "micro_batch": "1"}
     least, six = ("--memory", "1.9GiB"), ("--memory", "6GiB")
-    disk = {"optimizer_offload": "disk", "checkpointing": "all"}
     streamed = {"optimizer_offload": "streamed", "checkpointing": "all"}
     return [
         Row("host ViT-L", "one card, as it is", VIT, 64),
@@ -133,7 +132,6 @@ def offloaded() -> list[Row]:
         Row("host decoder", "one card, as it is", HOST, 16, {"checkpointing": "all"}),
         Row("host decoder", "one card, full_offload", HOST, 16, decoder, six),
         Row("host decoder", "one card, streamed", HOST, 16, streamed),
-        Row("host decoder", "one card, disk", HOST, 16, disk),
     ]
 
 

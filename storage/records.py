@@ -58,7 +58,7 @@ def _script_file(script: Script) -> Path | None:
 def script_path(script: Script) -> str:
     """Return the store's name of ``script``: its absolute path without symbolic links.
 
-    A module that is not found below the working directory keeps its name. In a submitted job, the
+    A module that is not found below the working directory keeps its name. In a job, the
     working directory is a copy for this job alone, and the path is that of the original
     (``ORIGIN``).
     """

@@ -109,15 +109,6 @@ def postgresql() -> Iterator[Callable[[], str]]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def ray_head() -> Iterator[Any]:
-    """Return a real Ray head with its job server: ``tests.ray_head.Head``."""
-    from tests.ray_head import head
-
-    with head() as running:
-        yield running
-
-
 @pytest.fixture
 def repository_copy(root: Path, tmp_path: Path) -> Path:
     """A copy of the repository's sources, links kept, for a test to change."""

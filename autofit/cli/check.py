@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from autofit.cli import types
 from autofit.cli.out import say, show, write
 from autofit.cli.script import ScriptCommand, script_argument, the_launch
-from autofit.exceptions import NothingFits, ScriptError, WorkerError
+from autofit.exceptions import NothingFits
 from autofit.inspection.options import CheckOptions
-from autofit.units import format_size
-
-if TYPE_CHECKING:
-    from autofit.inspection.check import Check
 
 
 @script_argument
@@ -36,43 +31,9 @@ def command(script: str | None, module: str | None, as_json: bool, **given: Any)
     from autofit.inspection.document import check_document
     from autofit.view.explanation import check_line
 
-    options, began = check_options(launch, given), time.monotonic()
-    try:
-        found = check(options, say)
-    except (ScriptError, WorkerError) as error:
-        if options.junit is not None:
-            seconds = time.monotonic() - began
-            _write_junit(options, str(error), getattr(error, "traceback", ""), "error", seconds)
-        raise
-    if options.junit is not None:
-        _report(options, found)
+    found = check(check_options(launch, given), say)
     if as_json:
         write(json.dumps(check_document(found), indent=2) + "\n")
     else:
         show([check_line(found)])
     return 0 if found.fits else NothingFits.exit_code
-
-
-def _report(options: CheckOptions, found: Check) -> None:
-    from autofit.view.explanation import check_details, check_line
-
-    failed = "" if found.fits else "failure"
-    details = "\n".join(check_details(found))
-    _write_junit(options, check_line(found), details, failed, found.seconds)
-
-
-def _write_junit(
-    options: CheckOptions, line: str, details: str, failed: str, seconds: float
-) -> None:
-    from autofit.inspection.document import write_junit
-
-    assert options.junit is not None, "it is asked for"
-    write_junit(
-        options.junit,
-        script=options.script.target,
-        name=f"fits {format_size(options.memory)}",
-        line=line,
-        details=details,
-        failed=failed,
-        seconds=seconds,
-    )

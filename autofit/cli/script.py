@@ -43,13 +43,6 @@ class ScriptCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARGS]"]
 
 
-def script_words(script: str | None, module: str | None) -> list[str]:
-    """Return the words of this command's line that name the script, and all after ``--``."""
-    target = ["-m", module] if module is not None else [script] if script is not None else []
-    arguments = click.get_current_context().meta[_ARGS]
-    return [*target, *(("--", *arguments) if arguments else ())]
-
-
 def _follows_a_script(args: list[str], option: str) -> bool:
     at = next((i for i, arg in enumerate(args) if arg.split("=")[0] == option), 0)
     return any(not arg.startswith("-") for arg in args[:at])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autofit.cli import types
-from autofit.cli.out import say, show, write
-from autofit.cli.script import ScriptCommand, script_argument, script_words, the_launch
+from autofit.cli.out import show, write
+from autofit.cli.script import ScriptCommand, script_argument, the_launch
 from autofit.exceptions import UsageError
 from autofit.tuning.options import SearchOptions
 
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 @script_argument
 @types.options_of(SearchOptions)
 @click.command("search", cls=ScriptCommand)
-@click.option(
-    "--submit",
-    metavar="URL",
-    help="Run the search as a job on the Ray cluster with this dashboard.",
-)
 @click.option("--server", metavar="URL", help="Run the search on this service (autofit serve).")
 @click.option(
     "--shared",
@@ -51,7 +46,6 @@ if TYPE_CHECKING:
 def command(
     script: str | None,
     module: str | None,
-    submit: str | None,
     server: str | None,
     shared: bool,
     priority: int | None,
@@ -60,7 +54,7 @@ def command(
     verbose: bool,
     dry_run: bool,
     **given: Any,
-) -> int | None:
+) -> None:
     """Find the fastest plan for SCRIPT within a memory budget.
 
     A plan is a combination of techniques under which the training stays the same. The script's own
@@ -68,18 +62,15 @@ def command(
     --nproc-per-node 2 train.py.
     """
     options = _options(the_launch(script, module), **given)
-    if server is not None and (submit is not None or dry_run):
-        raise UsageError(f"--server and {'--submit' if submit else '--dry-run'}: give one of them")
+    if server is not None and dry_run:
+        raise UsageError("--server and --dry-run: give one of them")
     if server is None and (priority is not None or deadline is not None):
         raise UsageError("--priority and --deadline are for searches of a service: add --server")
-    if submit is not None:
-        return _submit(submit, options, as_json, given, script_words(script, module))
     if dry_run:
         _preview(options, as_json)
     else:
         start = _starter(server, given, shared=shared, priority=priority or 0, deadline=deadline)
         _search(start, options, as_json, given["storage"], verbose=verbose)
-    return None
 
 
 def _options(launch: Launch, *, allow: str, **given: Any) -> SearchOptions:
@@ -87,33 +78,6 @@ def _options(launch: Launch, *, allow: str, **given: Any) -> SearchOptions:
     from autofit.strategies import Fidelity
 
     return search_options(launch, {**given, "allow": Fidelity[allow.upper()]})
-
-
-def _submit(
-    url: str,
-    options: SearchOptions,
-    as_json: bool,
-    given: Mapping[str, Any],
-    script: Sequence[str],
-) -> int:
-    if as_json:
-        raise UsageError(
-            "--submit and --json: the job's log holds more than the result. Give a --storage that"
-            " both machines reach, then run `autofit best --format json` here"
-        )
-    if options.address is not None:
-        raise UsageError("--submit and --address: a job uses its own cluster; drop --address")
-    from autofit.tuning import job
-    from autofit.tuning.options import command_line
-
-    _end_as_by_ctrl_c()
-    storage = given["storage"]
-    store = job.storage_of_job(storage)
-    line = ["search", *command_line({**given, "address": "auto", "storage": store}), *script]
-    code = job.submit(url, line, options.script, write=write)
-    if code == 0 and storage is None and store == job.STORE:
-        say(job.storage_line(store))
-    return code
 
 
 def _end_as_by_ctrl_c() -> None:

@@ -1,20 +1,16 @@
-"""Results as plain data, for ``--json``: sizes are bytes. A check also as JUnit XML, for CI."""
+"""An explanation, a check and what fits, as plain data for ``--json``. Sizes are bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from autofit.exceptions import UsageError
 from autofit.inspection.card_fits import FittingPlan, sizes_by_kind
 from autofit.inspection.check import Check
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.fitting import Fit
 from autofit.inspection.techniques import Technique
-from autofit.text import printable
 from autofit.worker.records.inspection import Growth, Part, SourceLine, TensorKind
 from autofit.worker.records.trials import OutOfMemory
 
@@ -172,43 +168,3 @@ def _shortage(short: OutOfMemory | None) -> dict[str, Any] | None:
 
 def _line(place: SourceLine | None) -> str | None:
     return None if place is None else place.line
-
-
-def write_junit(
-    path: str, *, script: str, name: str, line: str, details: str, failed: str, seconds: float
-) -> None:
-    """Write the result of a check as JUnit XML: a suite with one test case.
-
-    Format: https://github.com/testmoapp/junitxml
-
-    Args:
-        path: The file, which is replaced.
-        script: Name of the class of the test case.
-        name: Name of the test case.
-        line: The result in one line.
-        details: Further lines.
-        failed: ``"failure"`` if the script does not fit, ``"error"`` if it could not be checked,
-            empty if it fits.
-        seconds: How long the check took.
-
-    Raises ``UsageError`` if the file cannot be written.
-    """
-    counts = {"tests": "1", "failures": "0", "errors": "0", "time": f"{seconds:.3f}"}
-    if failed:
-        counts["failures" if failed == "failure" else "errors"] = "1"
-    suites = ElementTree.Element("testsuites", counts)
-    suite = ElementTree.SubElement(suites, "testsuite", {"name": "autofit check", **counts})
-    attributes = {"classname": printable(script), "name": printable(name)}
-    case = ElementTree.SubElement(suite, "testcase", {**attributes, "time": counts["time"]})
-    text = printable(f"{line}\n{details}".rstrip(), keep="\n")
-    if failed:
-        message = {"message": printable(line)}
-        ElementTree.SubElement(case, failed, message).text = text
-    else:
-        ElementTree.SubElement(case, "system-out").text = text
-    ElementTree.indent(suites)
-    try:
-        ElementTree.ElementTree(suites).write(path, encoding="utf-8", xml_declaration=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"--junit {Path(path)}: cannot be written: {reason}") from None

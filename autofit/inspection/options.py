@@ -96,10 +96,6 @@ class CheckOptions:
     )
     """Bytes."""
     gpu: str | None = field(default=None, metadata=GPU)
-    junit: str | None = field(
-        default=None,
-        metadata=flag("Write the result as JUnit XML to this file.", ValueKind.TEXT, "FILE"),
-    )
     storage: str = field(
         metadata=flag("Store, a file or a URL (default: ./autofit.db).", ValueKind.TEXT, "URL")
     )

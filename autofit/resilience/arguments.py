@@ -31,6 +31,11 @@ def parameters(function: Callable[..., Any]) -> list[Parameter]:
             f"{name_of(function)} is a generator, and a retry cannot undo what it has yielded:"
             " decorate a function that returns"
         )
+    if inspect.iscoroutinefunction(function):
+        raise UsageError(
+            f"{name_of(function)} is a coroutine function: decorate the function without `async`"
+            " that it calls for the training"
+        )
     if isinstance(function, type) or not callable(function):
         raise UsageError(f"@resilient goes on a function, not on {function!r}")
     if isinstance(function, (staticmethod, classmethod)):

@@ -297,9 +297,6 @@ def line(record: Retry) -> str:
     return f"{record.function}: {happened}; tries {record.next}{warning}"
 
 
-# --- wrappers ---------------------------------------------------------------------------------
-
-
 def run(protected: ProtectedFunction, arguments: Arguments) -> Any:
     """Call the function until an attempt succeeds; return its result."""
     if not switches.active():
@@ -310,7 +307,7 @@ def run(protected: ProtectedFunction, arguments: Arguments) -> Any:
         with call.cleaned_up():
             try:
                 with call.steps, call.watched():
-                    result = _attempt(protected.function, *call.arguments)
+                    result = switches.attempt(protected.function, *call.arguments)
             except Exception as error:
                 if not call.can_retry(error):
                     raise
@@ -319,38 +316,3 @@ def run(protected: ProtectedFunction, arguments: Arguments) -> Any:
                     return result
                 del result
         call.retry()
-
-
-async def run_async(protected: ProtectedFunction, arguments: Arguments) -> Any:
-    """Await the function until an attempt succeeds; return its result."""
-    if not switches.active():
-        args, kwargs = protected.arguments_when_off(arguments)
-        return await protected.function(*args, **kwargs)
-    call = ProtectedCall(protected, arguments)
-    while True:
-        with call.cleaned_up():
-            try:
-                with call.steps, call.watched():
-                    result = await _attempt_async(protected.function, *call.arguments)
-            except Exception as error:
-                if not call.can_retry(error):
-                    raise
-            else:
-                if call.succeeded():
-                    return result
-                del result
-        call.retry()
-
-
-def _attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    attempt = switches.CountedAttempt()
-    result = function(*args, **kwargs)
-    attempt.finish()
-    return result
-
-
-async def _attempt_async(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    attempt = switches.CountedAttempt()
-    result = await function(*args, **kwargs)
-    attempt.finish()
-    return result

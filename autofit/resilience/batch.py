@@ -1,62 +1,46 @@
-"""Splits a batch into parts, and joins what a step returns for each part. Imports torch."""
+"""Splits a step's batch into parts, and joins what the step returns for each. Imports torch.
+
+Calls of a model under a plan are split and joined by the same code (``harness.batch.layout``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autofit.exceptions import UsageError
-
-Cut = tuple[int, int]
-"""A range of samples, ``(start, stop)``; ``stop`` is excluded."""
+from autofit.exceptions import Refused, UsageError
+from autofit.worker.harness.batch.layout import Batch, Cut, Join, Layout, Rule, joined
 
 Weight = Callable[[Any], float]
 """Returns the weight of a part in a mean loss, such as its number of tokens."""
 
 
-@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A flattened batch; its tensors with more than ``dim`` dimensions hold the samples."""
+    """The batch of a step; its tensors with more than ``dim`` dimensions hold the samples."""
 
-    leaves: list[Any]
-    spec: TreeSpec
-    dim: int
-
-    @classmethod
-    def of(cls, value: Any, dim: int) -> StepBatch:
+    def __init__(self, value: Any, dim: int) -> None:
         """Flatten a batch; raise ``UsageError`` if its tensors differ in the number of samples."""
-        batch = cls(*tree_flatten(value), dim)
-        sizes = {leaf.shape[dim] for leaf in batch.leaves if batch._carries(leaf)}
+        self._batch = Batch.of((value,), {})
+        self.leaves = self._batch.leaves
+        tensors = ((i, x) for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor))
+        self._layout = Layout(dim, tuple(i for i, tensor in tensors if tensor.ndim > dim), ())
+        sizes = {self.leaves[index].shape[dim] for index in self._layout.batched}
         if len(sizes) > 1:
             raise UsageError(
                 f"the tensors of the batch have {', '.join(map(str, sorted(sizes)))} samples in"
                 f" dimension {dim}: give them the same number, or name the dimension with dim="
             )
-        return batch
-
-    def _carries(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.ndim > self.dim
-
-    @property
-    def samples(self) -> int:
+        self.samples = next(iter(sizes), 1)
         """The number of samples; 1 if no tensor holds samples."""
-        carriers = (leaf for leaf in self.leaves if self._carries(leaf))
-        first = next(carriers, None)
-        return 1 if first is None else int(first.shape[self.dim])
 
     def take(self, cut: Cut) -> Any:
-        """Return the samples of ``cut`` as views; for the whole batch, the tensors themselves."""
-        if cut == (0, self.samples):
-            return tree_unflatten(self.leaves, self.spec)
-        leaves = [
-            leaf.narrow(self.dim, cut[0], cut[1] - cut[0]) if self._carries(leaf) else leaf
-            for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.spec)
+        """Return the samples of ``cut``; for the whole batch, the tensors themselves."""
+        whole = cut == (0, self.samples)
+        leaves = self.leaves if whole else self._layout.select(self._batch, cut)
+        return self._batch.call(leaves)[0][0]
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -107,23 +91,31 @@ def join_outputs(
 def _join_column(
     column: Sequence[Any], cuts: Sequence[Cut], weights: Sequence[float], dim: int
 ) -> Any:
+    join = _rule(column, cuts, dim)
+    if join.rule is Rule.SUM:
+        weights = [1.0] * len(column)
+    try:
+        return joined(join, column, cuts, weights)
+    except Refused as refusal:
+        raise UsageError(
+            f"the step returned {type(column[0]).__name__} values that differ between the parts of"
+            " a batch and cannot be joined: return numbers or tensors with a row for each sample,"
+            " or give join="
+        ) from refusal
+
+
+def _rule(column: Sequence[Any], cuts: Sequence[Cut], dim: int) -> Join:
     first = column[0]
     if isinstance(first, torch.Tensor):
         rows = [part.shape[dim] if part.ndim > dim else None for part in column]
         if rows == [stop - start for start, stop in cuts]:
-            return torch.cat(list(column), dim=dim)
+            return Join(Rule.CONCATENATE, dim)
         if first.is_floating_point() and len({part.shape for part in column}) == 1:
-            pairs = zip(column, weights, strict=True)
-            return sum(part * weight for part, weight in pairs if weight)
+            return Join(Rule.SAMPLES)
         if first.dtype is not torch.bool and first.ndim == 0:
-            return sum(column)
+            return Join(Rule.SUM)
     elif isinstance(first, float):
-        return sum(part * weight for part, weight in zip(column, weights, strict=True) if weight)
+        return Join(Rule.SAMPLES)
     elif isinstance(first, int) and not isinstance(first, bool):
-        return sum(column)
-    elif all(part == first for part in column):
-        return first
-    raise UsageError(
-        f"the step returned {type(first).__name__} values that differ between the parts of a batch"
-        " and cannot be joined: return numbers or tensors with a row for each sample, or give join="
-    )
+        return Join(Rule.SUM)
+    return Join(Rule.SAME)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -376,26 +375,17 @@ def _memory(name: str, options: Options) -> Any:
 def _wrapped(
     function: Callable[..., Any], protection: Callable[[], Any], home: str
 ) -> Callable[..., Any]:
-    """Return a wrapper that passes calls to ``run`` or ``run_async`` of the module ``home``.
+    """Return a wrapper that passes calls to ``run`` of the module ``home``.
 
     The first call imports the module, and with it torch.
     """
     run: Any = None
-    if inspect.iscoroutinefunction(function):
 
-        @functools.wraps(function)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal run
-            run = run or import_module(home).run_async
-            return await run(protection(), (args, kwargs))
-
-    else:
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            nonlocal run
-            run = run or import_module(home).run
-            return run(protection(), (args, kwargs))
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        run = run or import_module(home).run
+        return run(protection(), (args, kwargs))
 
     setattr(wrapper, _ATTRIBUTE, protection)
     return wrapper

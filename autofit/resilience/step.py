@@ -1,8 +1,5 @@
 """One call of a step function, for the whole batch or in parts if memory runs out. Imports torch.
 
-The work is a generator, so that functions and coroutine functions share it. It yields the arguments
-of a call and a predicate for the errors that it handles. It is sent the outcome of the call.
-
 Before the batch is first split, the function runs on a few samples, to verify that the losses of
 parts add up (``split_of_step``). After a failed attempt, gradients and random generators are
 restored. Other changes, such as to a counter, remain.
@@ -10,10 +7,9 @@ restored. Other changes, such as to a counter, remain.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,26 +20,20 @@ from torch import nn
 from autofit.exceptions import CannotRetry, Refused, UsageError
 from autofit.resilience import out_of_memory, outer_models, ranks, switches
 from autofit.resilience.arguments import ArgumentPlace, Arguments, inject, take_argument
-from autofit.resilience.batch import Cut, StepBatch, Weight, detached, join_outputs, loss_of
+from autofit.resilience.batch import StepBatch, Weight, detached, join_outputs, loss_of
 from autofit.resilience.call_key import Key, key_of
 from autofit.resilience.parameters import GradientSnapshot, StepParameters
 from autofit.resilience.part_limit import PartLimit
 from autofit.resilience.records import Hook, Retry
 from autofit.resilience.remembered import FittedSettings
 from autofit.resilience.split_of_step import StepLoss
-from autofit.worker.harness.batch.layout import Weights, cuts
+from autofit.worker.harness.batch.layout import Cut, Weights, cuts
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.split_rules import Undecided
 from autofit.worker.oom.attempt import attempt, count_survived
 from autofit.worker.oom.classifier import Diagnosis, ErrorKind
 
 log = logging.getLogger("autofit.resilient")
-
-Outcome = list[Any]
-"""``[value, error]``. The receiver empties the list, so that no other frame holds the graph."""
-IsShortage = Callable[[Exception], bool]
-"""Returns whether an error means that memory ran out. Other errors are raised again."""
-Work = Generator[tuple[Arguments, IsShortage], Outcome, Any]
 
 
 @dataclass(kw_only=True)
@@ -74,20 +64,6 @@ class SplitStep:
         if self.memory is not None:
             self.memory.forget()
 
-    def work_when_off(self, arguments: Arguments) -> Work:
-        """Run the whole batch at once, with the decorators off."""
-        value, _ = yield arguments, lambda error: False
-        loss = loss_of(value)
-        if loss.requires_grad:
-            _backward(self.backward, loss, 1.0, None)
-        return detached(value)
-
-    def work(self, arguments: Arguments) -> Work:
-        """Run the step, in parts if memory runs out."""
-        if not switches.active():
-            return (yield from self.work_when_off(arguments))
-        return (yield from _Run(self, arguments).work())
-
     def limit(self, key: Key) -> PartLimit:
         """Return the limit for batches with this key; a new limit has no bound."""
         if key not in self.limits:
@@ -105,9 +81,9 @@ class _Run:
     def __init__(self, step: SplitStep, arguments: Arguments) -> None:
         self.step = step
         value, self.rest = take_argument(step.place, arguments)
-        self.batch = StepBatch.of(value, step.dim)
+        self.batch = StepBatch(value, step.dim)
         self.samples = self.batch.samples
-        self.key = (*_shapes(self.batch), *key_of(self.rest))
+        self.key = (*_shapes(self.batch.leaves, step.dim), *key_of(self.rest))
         self.limit = step.limit(self.key)
         self._known_limit = self.limit.samples
         self.attempt = 0
@@ -125,9 +101,12 @@ class _Run:
         self._verified: Weights | None = None
         """The weights of the samples in the loss; ``None`` where nothing is verified."""
 
-    def work(self) -> Work:
-        """Run part after part; if one does not fit, start over or continue with smaller parts."""
-        yield from self._parts((0, self.samples), None, last=True)
+    def output(self) -> Any:
+        """Run part after part; return the output of the whole batch.
+
+        If a part does not fit, start over or continue with smaller parts.
+        """
+        self._parts((0, self.samples), None, last=True)
         self.limit.succeeded(self.samples, self.step.grows)
         if self.limit.samples != self._known_limit and self.step.memory is not None:
             self.step.memory.remember(self.key, self._to_remember, is_new=True)
@@ -135,7 +114,7 @@ class _Run:
             return self.step.join(self.outputs)
         return join_outputs(self.outputs, self.done, self.weights, self.step.dim)
 
-    def _parts(self, whole: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Work:
+    def _parts(self, whole: Cut, only: list[torch.Tensor] | None, *, last: bool) -> None:
         """Add the gradients of the samples ``whole`` to the parameters, or to ``only`` some.
 
         ``last``: these samples end the batch, so their last part reduces gradients over ranks.
@@ -143,7 +122,7 @@ class _Run:
         waiting = self._cut(whole)
         while waiting:
             cut, final = waiting[0], last and len(waiting) == 1
-            error = yield from self._part(cut, only, last=final)
+            error = self._part(cut, only, last=final)
             if error is None:
                 waiting.pop(0)
                 continue
@@ -157,7 +136,7 @@ class _Run:
                 waiting = [*self._cut(cut), *rest]
                 continue
             ids = {id(each) for each in missing}
-            yield from self._parts(
+            self._parts(
                 cut, missing if only is None else [p for p in only if id(p) in ids], last=final
             )
             waiting = rest
@@ -167,7 +146,7 @@ class _Run:
 
     # --- one part ----------------------------------------------------------------------------
 
-    def _part(self, cut: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Work:
+    def _part(self, cut: Cut, only: list[torch.Tensor] | None, *, last: bool) -> Exception | None:
         """Run one part; return the error if memory ran out in it."""
         with ExitStack() as stack:
             if cut != (0, self.samples):
@@ -175,12 +154,14 @@ class _Run:
                 for module in () if last else _reducing(modules):  # reduce once, in the last part
                     stack.enter_context(module.no_sync())
             given = inject([self.step.place], [self.batch.take(cut)], self.rest)
-            outcome = yield given, self._is_shortage
+            try:
+                value = switches.attempt(self.step.function, *given)
+            except Exception as failure:
+                if not self._is_shortage(failure):
+                    raise
+                return failure
             del given
-            value, error = outcome
-            outcome.clear()
-            if error is None:
-                error = self._finish_part(value, cut, only)
+            error = self._finish_part(value, cut, only)
             del value  # the error's traceback holds this frame, which would hold the graph
             return error
 
@@ -225,7 +206,8 @@ class _Run:
             return 1.0
         if callable(reduction):
             total = float(reduction(self.batch.take((0, self.samples))))
-            return float(reduction(self.batch.take(cut))) / total if total else 0.0
+            if total:
+                return float(reduction(self.batch.take(cut))) / total
         return (cut[1] - cut[0]) / self.samples
 
     def _modules(self) -> list[nn.Module]:
@@ -240,11 +222,10 @@ class _Run:
     def _verify(self, models: list[nn.Module]) -> None:
         """Compare the loss of a few samples with those of parts; raise if they do not add up.
 
-        Nothing can be verified of a coroutine, nor by one rank alone. With ``mixes_samples`` the
-        user asks for another loss.
+        One rank alone can verify nothing. With ``mixes_samples`` the user asks for another loss.
         """
         step = self.step
-        if step.mixes_samples or ranks.in_use() or inspect.iscoroutinefunction(step.function):
+        if step.mixes_samples or ranks.in_use():
             return
         models = [*{id(each): each for each in models if _trains(each)}.values()]
         if not models:
@@ -374,13 +355,13 @@ def _reducing(modules: list[nn.Module]) -> list[nn.parallel.DistributedDataParal
     return [m for m in modules if isinstance(m, kinds) and m.require_backward_grad_sync]
 
 
-def _shapes(batch: StepBatch) -> Key:
+def _shapes(leaves: list[Any], dim: int) -> Key:
     """Return the shapes and dtypes of a batch, without the number of samples."""
     return tuple(
-        (*leaf.shape[: batch.dim], *leaf.shape[batch.dim + 1 :], leaf.dtype)
+        (*leaf.shape[:dim], *leaf.shape[dim + 1 :], leaf.dtype)
         if isinstance(leaf, torch.Tensor)
         else type(leaf).__name__
-        for leaf in batch.leaves
+        for leaf in leaves
     )
 
 
@@ -398,58 +379,13 @@ def _backward(
         torch.autograd.backward(loss, gradient, inputs=only)
 
 
-# --- wrappers ---------------------------------------------------------------------------------
-
-
 def run(step: SplitStep, arguments: Arguments) -> Any:
-    """Run the step; return its output for the whole batch."""
-    outcome: Any = None
-    with closing(step.work(arguments)) as work:
-        while True:
-            try:
-                given, is_shortage = work.send(outcome)
-            except StopIteration as end:
-                return end.value
-            outcome = None
-            outcome = _call(step.function, is_shortage, *given)
-            del given
-
-
-async def run_async(step: SplitStep, arguments: Arguments) -> Any:
-    """Await the step; return its output for the whole batch."""
-    outcome: Any = None
-    with closing(step.work(arguments)) as work:
-        while True:
-            try:
-                given, is_shortage = work.send(outcome)
-            except StopIteration as end:
-                return end.value
-            outcome = None
-            outcome = await _call_async(step.function, is_shortage, *given)
-            del given
-
-
-def _call(function: Callable[..., Any], is_shortage: IsShortage, args: Any, kwargs: Any) -> Outcome:
-    try:
-        attempt = switches.CountedAttempt()
-        value = function(*args, **kwargs)
-        attempt.finish()
-    except Exception as error:
-        if not is_shortage(error):
-            raise
-        return [None, error]
-    return [value, None]
-
-
-async def _call_async(
-    function: Callable[..., Any], is_shortage: IsShortage, args: Any, kwargs: Any
-) -> Outcome:
-    try:
-        attempt = switches.CountedAttempt()
-        value = await function(*args, **kwargs)
-        attempt.finish()
-    except Exception as error:
-        if not is_shortage(error):
-            raise
-        return [None, error]
-    return [value, None]
+    """Run the step, in parts if memory runs out; return its output for the whole batch."""
+    if switches.active():
+        return _Run(step, arguments).output()
+    args, kwargs = arguments
+    value = step.function(*args, **kwargs)
+    loss = loss_of(value)
+    if loss.requires_grad:
+        _backward(step.backward, loss, 1.0, None)
+    return detached(value)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from autofit.exceptions import UsageError
 from autofit.resilience.records import Hook
@@ -74,25 +75,19 @@ def inject(*at: int, after: bool = False) -> Iterator[None]:
         _state.injections = before
 
 
-class CountedAttempt:
-    """Counts one attempt for ``inject``; make it before the function runs, then ``finish`` it."""
-
-    __slots__ = ("_fails_at_end",)
-
-    def __init__(self) -> None:
-        """Count the attempt; raise torch's error if the attempt must fail at its start."""
-        self._fails_at_end = False
-        for injection in _state.injections:
-            injection.counted += 1
-            if injection.counted in injection.at:
-                if not injection.after:
-                    raise _error()
-                self._fails_at_end = True
-
-    def finish(self) -> None:
-        """Raise torch's error if the attempt must fail at its end."""
-        if self._fails_at_end:
-            raise _error()
+def attempt(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function as one attempt; raise torch's error if ``inject`` lets it fail."""
+    fails_at_end = False
+    for injection in _state.injections:
+        injection.counted += 1
+        if injection.counted in injection.at:
+            if not injection.after:
+                raise _error()
+            fails_at_end = True
+    result = function(*args, **kwargs)
+    if fails_at_end:
+        raise _error()
+    return result
 
 
 def _error() -> Exception:

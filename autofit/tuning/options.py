@@ -1,17 +1,16 @@
-"""The options of a search: one dataclass for the Python API, the command line and ``--submit``.
+"""The options of a search: one dataclass for the Python API and the command line.
 
-A field with a ``Flag`` is an option of ``autofit search``, see ``autofit/flags.py``, and
-``command_line`` writes it back. Imports neither torch nor the strategies, so that ``autofit
---help`` is quick.
+A field with a ``Flag`` is an option of ``autofit search``, see ``autofit/flags.py``. Imports
+neither torch nor the strategies, so that ``autofit --help`` is quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autofit.flags import Flag, ValueKind, default_of, flag, flag_name, flags_of
+from autofit.flags import Flag, ValueKind, flag, flags_of
 
 if TYPE_CHECKING:
     from autofit.strategies import Fidelity
@@ -143,26 +142,3 @@ class SearchOptions:
 def flags() -> Iterator[tuple[Field[Any], Flag]]:
     """Yield each field that is an option of ``autofit search``, in the order of ``--help``."""
     yield from flags_of(SearchOptions)
-
-
-def command_line(given: Mapping[str, Any]) -> list[str]:
-    """Return the words of ``autofit search`` that set these values, by the names of fields.
-
-    Defaults are left out. The inverse of what Click makes of the words.
-
-    >>> command_line({"trials": 3, "only": frozenset({"precision"}), "fresh": True})
-    ['--trials', '3', '--only', 'precision', '--fresh']
-    """
-    words: list[str] = []
-    for each, of_field in flags():
-        value = given.get(each.name)
-        if value is None or str(value) == str(default_of(each)):
-            continue
-        name = flag_name(each.name)
-        if of_field.kind is ValueKind.SWITCH:
-            words += [name]
-        elif of_field.kind is ValueKind.STRATEGIES:
-            words += [word for strategy in sorted(value) for word in (name, strategy)]
-        else:
-            words += [name, str(value)]
-    return words

@@ -284,15 +284,6 @@ def _since(found: Check) -> str:
     return f"{total}: {named}{more}" if named else total
 
 
-def check_details(found: Check) -> list[str]:
-    """Return a line for each module that changed."""
-    return [
-        f"{_module(each)}: {format_size(each.before)} -> {format_size(each.after)}"
-        f" ({', '.join(each.kinds)})"
-        for each in found.grown
-    ]
-
-
 def _module(each: Grown) -> str:
     return each.module or f"outside modules ({', '.join(each.kinds[:2])})"
 

@@ -1,4 +1,4 @@
-"""Keeps the optimizer state in host memory or in files, and steps it on the device in pieces."""
+"""Keeps the optimizer state in host memory, and steps it on the device in pieces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ class OptimizerOffload(Strategy):
     alternate, so one piece is copied down while the next one is copied up. Under
     ``gradient_release`` this happens during backward. ZeRO-Offload (Ren et al., 2021) steps on
     the CPU instead; over today's buses moving the state takes less time.
-
-    Under ``disk`` the state is in files instead, for hosts without the memory (ZeRO-Infinity,
-    Rajbhandari et al., 2021). ``AUTOFIT_OFFLOAD_DIR`` names their folder.
     """
 
     name = "optimizer_offload"
-    summary = "the optimizer's state waits in host memory or on disk"
+    summary = "the optimizer's state waits in host memory"
     source = "https://arxiv.org/abs/2101.06840"
     lowers = frozenset({Memory.OPTIMIZER_STATE})
     replays = True
@@ -38,22 +35,11 @@ class OptimizerOffload(Strategy):
             keeps=0.05,
             refines=True,
         ),
-        Level(
-            name="disk",
-            summary="as streamed, but the state is in files (AUTOFIT_OFFLOAD_DIR)",
-            slowdown=6.0,
-            keeps=0.05,
-            refines=True,
-        ),
     )
 
-    def offered(self, hardware: Hardware, facts: Facts) -> tuple[str, ...]:
-        """Return all levels but ``disk``, which is for hosts that refuse the others."""
-        return tuple(name for name in super().offered(hardware, facts) if name != "disk")
-
     def describe(self, level: str) -> str:
-        """Return ``"optimizer state streamed"`` or ``"optimizer state on disk"``."""
-        return "optimizer state on disk" if level == "disk" else f"optimizer state {level}"
+        """Return ``"optimizer state streamed"``."""
+        return f"optimizer state {level}"
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """A CPU computes in host memory."""
@@ -82,4 +68,4 @@ class OptimizerOffload(Strategy):
         """Keep the state off the device. Raises ``Refused`` if it cannot be split into pieces."""
         from autofit.strategies.optimizer_offload.host_steps import offload
 
-        return offload(handle, in_files=level == "disk")
+        return offload(handle)

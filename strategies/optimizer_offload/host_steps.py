@@ -1,4 +1,4 @@
-"""Steps an optimizer whose state is in host memory, or in files.
+"""Steps an optimizer whose state is in host memory.
 
 A parameter is stepped in pieces. A piece is a view of some elements, with the same part of the
 gradient. Its state is a copy on the device. The optimizer, and other levels around its step, treat
@@ -20,7 +20,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autofit.exceptions import Refused
 from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.optimizer_offload.files import StateFiles
 from autofit.strategies.support.memory import on_accelerator
 from autofit.strategies.support.optimizers import ELEMENTWISE, in_torch, parameters
 from autofit.strategies.weights import split_float32
@@ -39,11 +38,11 @@ HOST_BUDGET = HostBudget()
 State = dict[str, Any]
 
 
-def offload(handle: OptimizerHandle, *, in_files: bool = False) -> Undo:
-    """Keep the state of an optimizer in host memory, or in files, from its next step on."""
+def offload(handle: OptimizerHandle) -> Undo:
+    """Keep the state of an optimizer in host memory, from its next step on."""
     if reason := why_not(handle.optimizer):
         raise Refused(reason)
-    return StateOffload(handle, StateFiles() if in_files else None).undo
+    return StateOffload(handle).undo
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -81,26 +80,20 @@ def reserve_host_memory(optimizer: Optimizer) -> list[int]:
         return taken
     for each in taken:
         HOST_BUDGET.give_back(each)
-    raise Refused(
-        "the host's memory has no room for the optimizer's state; the level disk keeps it in files"
-    )
+    raise Refused("the host's memory has no room for the optimizer's state")
 
 
 class StateOffload:
     """Keeps the state of one optimizer off the device. It remains in ``optimizer.state``."""
 
-    def __init__(self, handle: OptimizerHandle, files: StateFiles | None = None) -> None:
-        """``files``: keep the state there; ``None`` for host memory."""
+    def __init__(self, handle: OptimizerHandle) -> None:
         self._handle = handle
-        self._files = files
         self._lanes: dict[torch.device, _Lanes] = {}
         self._hosted = WeakTensorKeyDictionary()
         """State tensors in host memory."""
         self._loading: tuple[dict[int, State], list[int]] = {}, []
         optimizer = handle.optimizer
-        if files is not None:
-            files.reserve(sum(state_sizes(optimizer)))
-        self._taken = [] if files is not None else reserve_host_memory(optimizer)
+        self._taken = reserve_host_memory(optimizer)
         hooks = (
             optimizer.register_load_state_dict_pre_hook(self._load_begins),
             optimizer.register_load_state_dict_post_hook(self._load_ends, prepend=True),
@@ -117,8 +110,6 @@ class StateOffload:
         """Move all state back to its usual device."""
         while self._undos:
             self._undos.pop()()
-        if self._files is not None:
-            self._files.flush()
         while self._taken:
             HOST_BUDGET.give_back(self._taken.pop())
         optimizer = self._handle.optimizer
@@ -137,8 +128,6 @@ class StateOffload:
         """Step every parameter that has a gradient. Large ones step in pieces."""
         groups = optimizer.param_groups
         params = [group["params"] for group in groups]
-        if self._files is not None:
-            self._files.flush()
         try:
             for group in groups:
                 group["params"] = []
@@ -157,8 +146,6 @@ class StateOffload:
         if not self._handle.in_backward:
             for lanes in self._lanes.values():
                 lanes.join()
-            if self._files is not None:
-                self._files.flush()
 
     def _step(
         self, optimizer: Any, group: Any, parameter: torch.Tensor, plain: Callable[[], None]
@@ -172,7 +159,6 @@ class StateOffload:
         for start in range(0, count, PIECE):
             part = slice(start, min(start + PIECE, count))
             piece = weights[part]
-            self._read_ahead(state, part.stop)
             with self._lane(parameter, gradient):
                 piece.grad = gradient[part]
                 with self._up(optimizer, parameter, piece, part, before):
@@ -196,13 +182,13 @@ class StateOffload:
         """
         state, rest = optimizer.state[parameter], split_float32.rest_of(parameter)
         optimizer.state[piece] = {
-            name: self._to_device(_flat(parameter, value)[part], piece)
+            name: _to_device(_flat(parameter, value)[part], piece)
             if _like(value, parameter)
             else _copied(value)
             for name, value in before.items()
         }
         if rest is not None:
-            above = self._to_device(_flat(parameter, rest)[part], piece)
+            above = _to_device(_flat(parameter, rest)[part], piece)
             split_float32.put_rest(piece, above)
         try:
             yield
@@ -212,32 +198,11 @@ class StateOffload:
                     continue
                 if name not in state:
                     state[name] = self._host_tensor(parameter, value.dtype)
-                self._from_device(value, _flat(parameter, state[name])[part])
+                _flat(parameter, state[name])[part].copy_(value, non_blocking=True)
             if rest is not None:
-                self._from_device(above, _flat(parameter, rest)[part])
+                _flat(parameter, rest)[part].copy_(above, non_blocking=True)
         finally:
             del optimizer.state[piece]
-
-    def _to_device(self, part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-        found = torch.empty_like(piece, dtype=part.dtype)
-        if self._files is None:
-            return found.copy_(part, non_blocking=True)
-        self._files.read(part, found)
-        return found
-
-    def _from_device(self, value: torch.Tensor, part: torch.Tensor) -> None:
-        if self._files is None:
-            part.copy_(value, non_blocking=True)
-        else:
-            self._files.write(value, part)
-
-    def _read_ahead(self, state: State, start: int) -> None:
-        """Begin to read the next piece of each tensor that is in a file."""
-        if self._files is None:
-            return
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                self._files.read_ahead(value, start, PIECE)
 
     def _lane(
         self, parameter: torch.Tensor, gradient: torch.Tensor
@@ -267,9 +232,7 @@ class StateOffload:
 
     def _host_tensor(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in host memory with a parameter's shape and strides."""
-        if self._files is not None:
-            row = self._files.empty(parameter.numel(), dtype)
-        elif on_accelerator(parameter.device):
+        if on_accelerator(parameter.device):
             row = torch.empty(parameter.numel(), dtype=dtype, pin_memory=True)
         else:  # tests on a CPU: Python's own memory does not count against the cap
             memory = bytearray(parameter.numel() * dtype.itemsize)
@@ -333,6 +296,10 @@ class _Lanes:
         for lane in self._lanes:
             lane.synchronize()
         self._pending.clear()
+
+
+def _to_device(part: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(piece, dtype=part.dtype).copy_(part, non_blocking=True)
 
 
 def _worth(parameter: torch.Tensor) -> bool:

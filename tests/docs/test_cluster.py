@@ -85,4 +85,4 @@ def test_the_commands_run(session: dict[str, str], root: Path, tmp_path: Path) -
         with Store(store) as kept:
             (study,) = kept.studies()
     assert study.key.script == str(tmp_path / "train.py")
-    assert len(re.findall(r"^[\d.]+ (±[\d.]+ )?samples/s in ", ran.stdout, re.MULTILINE)) == 6
+    assert len(re.findall(r"^[\d.]+ (±[\d.]+ )?samples/s in ", ran.stdout, re.MULTILINE)) == 5

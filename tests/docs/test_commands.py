@@ -23,8 +23,8 @@ from tests.docs.printed import is_printed
 from tests.docs.prose import pages
 
 BLOCKS = blocks()
-ON_A_HEAD = ("docs/tutorials/cluster.md", "docs/how-to/submit-a-job.md")
-"""Pages whose commands need a Ray head: see ``test_cluster.py``."""
+ON_A_HEAD = ("docs/tutorials/cluster.md",)
+"""The page whose commands need a Ray head: see ``test_cluster.py``."""
 RUN = sorted({block.page for block in BLOCKS if not block.reason} - set(ON_A_HEAD))
 LANGUAGES = {"sh", "output", "text", "python", "json", "toml"}
 NOT_RUN = {

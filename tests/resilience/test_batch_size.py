@@ -1,6 +1,5 @@
 """``@autofit.resilient(batch_size=...)``: sizes, accumulation, what is retried and what is not."""
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Iterator
@@ -187,11 +186,6 @@ class Trainer:
         """Train."""
         return fits(batch_size, self.limit), epochs
 
-    @autofit.resilient(batch_size=8)
-    async def train_async(self, batch_size: int) -> int:
-        await asyncio.sleep(0)
-        return fits(batch_size, self.limit)
-
     @staticmethod
     @autofit.resilient(batch_size=8)
     def static(batch_size: int) -> int:
@@ -201,12 +195,7 @@ class Trainer:
 def test_methods() -> None:
     assert Trainer(2).train(epochs=3) == (2, 3)
     assert Trainer.train(Trainer(4)) == (4, 1)
-    assert asyncio.run(Trainer(1).train_async()) == 1
     assert Trainer.static() == 2
-
-
-def test_a_coroutine_stays_one() -> None:
-    assert inspect.iscoroutinefunction(Trainer.train_async)
 
 
 def test_it_looks_like_the_function() -> None:
@@ -232,6 +221,9 @@ def test_accumulation_may_stand_anywhere() -> None:
 def test_what_cannot_be_decorated_is_refused() -> None:
     decorate: Any = autofit.resilient(batch_size=8)
 
+    async def later(batch_size: int) -> int:
+        return batch_size
+
     def generator(batch_size: int) -> Iterator[int]:
         yield batch_size
 
@@ -239,6 +231,8 @@ def test_what_cannot_be_decorated_is_refused() -> None:
 
     with pytest.raises(UsageError, match="generator"):
         decorate(generator)
+    with pytest.raises(UsageError, match="without `async`"):
+        decorate(later)
     with pytest.raises(UsageError, match="must take batch_size as its first argument"):
         decorate(nothing)
     with pytest.raises(UsageError, match="goes on a function"):

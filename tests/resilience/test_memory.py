@@ -148,30 +148,6 @@ except RuntimeError as error:
     assert said["sizes"] == [8, 4, 2, 8]
 
 
-@pytest.mark.full
-def test_coroutines_survive_too(capped: Capped) -> None:
-    said = capped(
-        """
-import asyncio
-memory = []
-base = tensor(8)
-start = meter.current()
-
-@autofit.resilient(batch_size=64, on_retry=lambda retry: memory.append(retry.memory))
-async def train(batch_size):
-    held = tensor(batch_size)  # 64 MiB never, 32 MiB not twice
-    await asyncio.sleep(0)
-    more = tensor(batch_size)
-    return batch_size
-
-say(fitted=asyncio.run(train()), memory=memory, start=start)
-""",
-        mib=60,
-    )
-    assert said["fitted"] == 16
-    assert said["memory"] == pytest.approx([said["start"]] * 2, rel=NEAR)
-
-
 def test_a_failed_backward_of_a_step_holds_no_graph(capped: Capped) -> None:
     said = capped(
         """

@@ -1,6 +1,5 @@
 """``@autofit.resilient`` on ``train(plan, ...)``: the ladder, and a plan followed by hand."""
 
-import asyncio
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -328,7 +327,7 @@ def test_a_technique_that_cannot_keep_its_promise_is_left_out() -> None:
     assert len(told) == 2
 
 
-def test_methods_and_coroutines() -> None:
+def test_methods() -> None:
     class Trainer:
         @autofit.resilient(effective_batch=4)
         def train(self, plan: ActivePlan) -> int | None:
@@ -336,13 +335,7 @@ def test_methods_and_coroutines() -> None:
                 short()
             return plan.micro_batch
 
-        @autofit.resilient
-        async def later(self, plan: ActivePlan) -> str:
-            await asyncio.sleep(0)
-            return str(plan)
-
     assert Trainer().train() == 2
-    assert asyncio.run(Trainer().later()) == "as it is"
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -1,6 +1,5 @@
 """``@autofit.resilient.step``: parts of a batch, the gradient and the outputs of the whole."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -113,6 +112,19 @@ def test_other_reductions(model: nn.Module, batch: Batch, reduction: str) -> Non
 
     assert torch.allclose(step(batch), plain.detach(), rtol=1e-12)
     assert same(gradients(model), expected)
+
+
+def test_a_batch_without_any_weight_has_the_loss_of_the_whole(
+    model: nn.Module, batch: Batch
+) -> None:
+    @autofit.resilient.step(reduction=lambda batch: 0.0)
+    def step(batch: Batch) -> torch.Tensor:
+        if len(batch["x"]) > 3:
+            short()
+        return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    plain = functional.cross_entropy(model(batch["x"]), batch["y"])
+    assert torch.allclose(step(batch), plain.detach(), rtol=1e-12)
 
 
 def test_the_caller_sees_one_step(model: nn.Module, batch: Batch) -> None:
@@ -335,24 +347,13 @@ class Trainer:
             short()
         return self.model(batch).mean()  # type: ignore[no-any-return]
 
-    @autofit.resilient.step
-    async def later(self, batch: torch.Tensor) -> torch.Tensor:
-        await asyncio.sleep(0)
-        if len(batch) > 2:
-            short()
-        return self.model(batch).mean()  # type: ignore[no-any-return]
 
-
-def test_methods_and_coroutines() -> None:
+def test_methods() -> None:
     model = nn.Linear(3, 1)
     trainer = Trainer(model)
     batch = torch.ones(4, 3)
     assert trainer.step(batch).item() == pytest.approx(model(batch).mean().item())
     assert trainer.parts == [4, 2, 2]
-    first = gradients(model)
-    model.zero_grad()
-    assert asyncio.run(trainer.later(batch)).item() == pytest.approx(model(batch).mean().item())
-    assert torch.allclose(gradients(model)[0], first[0])
 
 
 def test_off_and_injected(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ from autofit.storage import (
 )
 from autofit.storage.convert import to_json
 from autofit.storage.models import EventRow, StudyRow
+from autofit.storage.records import ORIGIN
 from autofit.strategies import Facts, Hardware
 from autofit.worker.records.traces import Trace, TracedStep
 from autofit.worker.records.trials import Script, TrialReport, Verdict
@@ -167,6 +168,16 @@ def test_a_key_follows_links_and_contents(tmp_path: Path, script: Script, key: S
     edited = StudyKey.of(linked, gpu=key.gpu, gpus=1, memory=key.memory, allow=key.allow)
     assert dataclasses.replace(edited, digest=key.digest) == key
     assert edited != key
+
+
+def test_a_copied_script_is_called_as_where_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(target="train.py", cwd=str(tmp_path))
+    monkeypatch.setenv(ORIGIN, "/home/me/work")
+    assert script_path(script) == "/home/me/work/train.py"
+    outside = dataclasses.replace(script, target="../other.py")
+    assert script_path(outside) == str(tmp_path.parent / "other.py")
 
 
 def test_a_module_is_known_by_its_file_where_there_is_one(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, get
 from autofit.strategies.optimizer_offload import host_steps
-from autofit.strategies.optimizer_offload.files import FOLDER, StateFiles
 from autofit.strategies.support.optimizers import ELEMENTWISE
 from autofit.worker import meter
 from autofit.worker.harness.patching.observers import Calls
@@ -46,7 +44,6 @@ pytestmark = pytest.mark.quick
 GRADIENT: Any = torch.Tensor.grad
 """As torch has it: reading it notices nobody."""
 STREAMED = Plan.of({"optimizer_offload": "streamed"})
-ON_DISK = Plan.of({"optimizer_offload": "disk"})
 
 
 @pytest.fixture
@@ -69,12 +66,11 @@ def made(name: str, net: nn.Module) -> Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("plan", [STREAMED, ON_DISK], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_it_is_the_same_training(under: Under, name: str, plan: Plan) -> None:
+def test_it_is_the_same_training(under: Under, name: str) -> None:
     plain, changed = model(), model()
     train(plain, made(name, plain))
-    under.plan = plan
+    under.plan = STREAMED
     optimizer = made(name, changed)
     train(changed, optimizer)
     assert apart(changed, plain) < 1e-9
@@ -92,32 +88,6 @@ def hosted(optimizer: Optimizer, parameter: torch.Tensor) -> list[str]:
         and value.dim()
         and not value.untyped_storage().resizable()
     ]
-
-
-def test_state_on_disk_leaves_no_file(
-    under: Under, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    net = model()
-    under.plan = ON_DISK
-    optimizer = made("AdamW", net)
-    train(net, optimizer)
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line for line in maps if str(tmp_path) in line]
-    assert len(mapped) >= 2, "the first and the second moments"
-    assert all("(deleted)" in line for line in mapped)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_room_is_refused(
-    under: Under, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "missing"))
-    with pytest.raises(Refused, match="missing"):
-        StateFiles().reserve(1)
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    with pytest.raises(Refused, match=FOLDER):
-        StateFiles().reserve(1 << 60)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -141,11 +111,7 @@ def test_schedules_clipping_accumulation_closures_and_late_groups(under: Under) 
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adagrad", "amsgrad"])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(STREAMED, Plan()), (Plan(), STREAMED), (ON_DISK, STREAMED), (STREAMED, ON_DISK)],
-    ids=str,
-)
+@pytest.mark.parametrize(("first", "second"), [(STREAMED, Plan()), (Plan(), STREAMED)], ids=str)
 def test_checkpoints_interchange(under: Under, kind: str, first: Plan, second: Plan) -> None:
     whole = model()
     optimizer = OPTIMIZERS[kind](whole)

@@ -31,7 +31,7 @@ _ALLOWED = re.compile(
     r"|(OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|NCCL|GLOO|CUBLAS)_[A-Z0-9_]+"
     r"|(PYTORCH|TORCH|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+|SSL_CERT_(FILE|DIR)"
     r"|(HF|TRANSFORMERS)_(HOME|HUB_CACHE|DATASETS_CACHE|HUB_OFFLINE|DATASETS_OFFLINE|OFFLINE)"
-    r"|AUTOFIT_(SESSION|OFFLOAD_DIR)"
+    r"|AUTOFIT_SESSION"
 )
 """Names of the variables that scripts of a service's users get. Anything else may be a secret."""
 

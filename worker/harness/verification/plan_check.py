@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -66,7 +66,6 @@ from autofit.worker.harness.verification.shifted_weights import (
 )
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
-    SAMPLES,
     batched_arguments,
     few,
     pointing,
@@ -74,12 +73,9 @@ from autofit.worker.harness.verification.split_check import (
 )
 from autofit.worker.harness.verification.split_rules import is_number
 from autofit.worker.harness.verification.tolerances import TOLERANCES
-from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model, free_frames
-from autofit.worker.oom.classifier import ErrorKind, classify
+from autofit.worker.harness.verification.ways import SAMPLES, Way, first_that_runs
+from autofit.worker.oom.attempt import attempt
 from autofit.worker.records.trials import NOT_COMPARABLE
-
-Saved = Callable[[], AbstractContextManager[object]]
-"""Makes a context that decides where autograd's saved tensors are stored."""
 
 
 class Effects(NamedTuple):
@@ -89,15 +85,6 @@ class Effects(NamedTuple):
     gradients: Digest
     updates: dict[Key, Change | NewValue]
     """The changes of the state that the call can reach."""
-
-
-class Way(NamedTuple):
-    """One way to run samples without a plan."""
-
-    name: str
-    most: int
-    """The largest number of samples."""
-    saved: Saved
 
 
 UNREPEATABLE = (
@@ -352,18 +339,21 @@ def _in_float64(
     """
     if applied.compiles or _communicates(root.module):
         return None
-    size, fewest = _size(batch), _fewest_samples(root)
+    size = _size(batch)
     whole = bool(size and pointing(batch, _layout(batch)))
-    for most in dict.fromkeys((size,) if whole else (SAMPLES, fewest, size)):
-        samples = widened_batch(_samples(batch, most))
-        key = ("float64", most, *call)
-        outcome = attempt_model(partial(_both_in_float64, root, applied, samples, key))
-        if outcome.value is not None:
-            under, plain = outcome.value
-            return under, plain, partial(_unsteady, root, applied, samples, plain)
-        if isinstance(outcome.failure, CannotRun):
-            break
-    return None
+    sizes = dict.fromkeys((size,) if whole else (SAMPLES, _fewest_samples(root), size))
+
+    def run(way: Way) -> tuple[Effects, Effects, Batch] | None:
+        samples = widened_batch(_samples(batch, way.samples))
+        with suppress(CannotRun):
+            return *_both_in_float64(root, applied, samples, (way, *call)), samples
+        return None
+
+    found = first_that_runs((Way(each, wide=True) for each in sizes), run).value
+    if found is None:
+        return None
+    under, plain, samples = found
+    return under, plain, partial(_unsteady, root, applied, samples, plain)
 
 
 def _both_in_float64(
@@ -422,32 +412,18 @@ def _effects_with_and_without(
     """Apply ``plan``; return the effects of a few samples without it and under it.
 
     All samples run if the model cannot run on a few: the nodes of a graph, or a batch with state
-    from the previous call.
+    from the previous call. A sharded model has one way: after a shortage in the middle of it, its
+    ranks would no longer match.
     """
-    ways, size, both = _ways(root), _size(batch), None
-    if not (size and pointing(batch, _layout(batch))):
-        both = _first_that_fits(root, plan, batch, call, ways)
-    if both is None:
-        every = dict.fromkeys(way._replace(most=size) for way in ways)
-        both = _first_that_fits(root, plan, batch, call, [*every])
-    assert both is not None, "the model runs on all samples"
-    return both
-
-
-def _first_that_fits(
-    root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], ways: list[Way]
-) -> tuple[Effects, Effects] | None:
-    """Apply ``plan``; return what ``_effects_of_way`` does for the first of ``ways`` that fits."""
-    outcome: AttemptOutcome[tuple[Effects, Effects] | None] | None = None
-    for name, most, saved in ways:
-        run = partial(_effects_of_way, root, plan, batch, most, saved, (name, most, *call))
-        if moves_together(root.module):
-            return run()
-        outcome = attempt(run)
-        if outcome.fits:
-            break
+    ways, size = _ways(root), _size(batch)
+    every = dict.fromkeys(replace(way, samples=size) for way in ways)
+    some = [] if size and pointing(batch, _layout(batch)) else ways
+    run = partial(_effects_of_way, root, plan, batch, call)
+    if moves_together(root.module):
+        return run(next(iter([*some, *every])))
+    outcome = first_that_runs([*some, *every], run)
+    if not outcome.fits:
         root.take_back()
-    assert outcome is not None, "there is always a way"
     return outcome.result()
 
 
@@ -456,17 +432,15 @@ def _ways(root: CheckedRoot) -> list[Way]:
 
     These are: a few samples; one; one with checkpointed blocks, if checkpointing was verified; one
     with autograd's saved tensors in host memory. A sharded model gets only a way that is sure to
-    fit: after a shortage in the middle of it, its ranks would no longer match. So does one that is
-    paged. It fits neither without checkpointed blocks, so these are not compared with others.
+    fit, and so does one that is paged: that fits in no way without checkpointed blocks, so these
+    are not compared with others.
     """
     fewest = _fewest_samples(root)
     # Batch statistics of very few samples are mostly noise.
     enough = 4 * SAMPLES if _has_batch_statistics(root) else SAMPLES
-    several = Way("plain", enough, nullcontext)
-    one = Way("plain", fewest, nullcontext)
-    on_host = Way("on the host", fewest, partial(saved_on_host, [*root.module.parameters()]))
+    several, one, on_host = Way(enough), Way(fewest), Way(fewest, on_host=True)
     can = root.checkpointed_blocks
-    checkpointed = None if can is None else Way("checkpointed", fewest, can)
+    checkpointed = None if can is None else Way(fewest, around=can)
     if is_paged(root.module):
         return [checkpointed or on_host]
     if moves_together(root.module):
@@ -477,36 +451,24 @@ def _ways(root: CheckedRoot) -> list[Way]:
 
 
 def _effects_of_way(
-    root: CheckedRoot,
-    plan: Plan,
-    batch: Batch,
-    most: int,
-    saved: Saved,
-    key: tuple[object, ...],
-) -> tuple[Effects, Effects] | None:
-    """Apply ``plan``; return the effects of up to ``most`` samples without it and under it.
+    root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], way: Way
+) -> tuple[Effects, Effects]:
+    """Apply ``plan``; return the effects of some samples without it and under it.
 
-    ``key``: names the plain result, which later checks in the same call reuse. Returns ``None`` if
-    the model runs on all samples of a call only: it fails on fewer without the plan too.
+    Later checks in the same call reuse the plain result.
     """
-    sharded = moves_together(root.module)
-    samples = _samples(batch, most)
-    plain = root.proof.plain_results.get(key)
+    samples = _samples(batch, way.samples)
+    plain = root.proof.plain_results.get((way, *call))
     if plain is None:
-        try:
-            with saved(), autocast_noticed(root):
-                plain = _effects(root, root.plain, samples)
-        except RuntimeError as error:
-            if most >= _size(batch) or sharded or classify(error).kind is not ErrorKind.NOT_OOM:
-                raise
-            free_frames(error)
-            return None
-        root.proof.plain_results[key] = plain
+        root.take_back()
+        with way.saving(root.module), autocast_noticed(root):
+            plain = _effects(root, root.plain, samples)
+        root.proof.plain_results[way, *call] = plain
     root.apply(plan)
     if is_paged(root.module) and root.checkpointed_blocks is None:
-        saved = nullcontext  # the plan checkpoints the blocks itself
-    if sharded or saved is nullcontext:
-        with saved():
+        way = Way(way.samples)  # the plan checkpoints the blocks itself
+    if way == Way(way.samples) or moves_together(root.module):
+        with way.saving(root.module):
             return plain, _effects(root, root.forward, samples)
     return plain, _effects_under_plan(root, samples)
 
@@ -638,31 +600,28 @@ def _sensitivity(
     """
     root.take_back()
     size, ways = _size(batch), _ways(root)
+
+    def run(way: Way) -> Sensitivity:
+        samples = _samples(batch, way.samples)
+        with way.saving(root.module):
+            plain = root.proof.plain_results.get((way, *call))
+            plain = plain or _effects(root, root.plain, samples)
+            with moving(root.module, to_bf16) as weights:
+                # No name holds the rounded samples: after a shortage they must be free.
+                found = _effects(
+                    root,
+                    root.plain,
+                    Batch([_rounded(leaf) for leaf in samples.leaves], samples.spec),
+                    weights=weights,
+                )
+        buffers = frozenset(different_updates(found.updates, plain.updates))
+        return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
+
     try:
-        for name, most, saved in [*ways, *((name, size, saved) for name, _, saved in ways)]:
-            samples = _samples(batch, most)
-            plain = root.proof.plain_results.get((name, most, *call))
-            try:
-                with saved():
-                    plain = plain or _effects(root, root.plain, samples)
-                    with moving(root.module, to_bf16) as weights:
-                        # No name holds the rounded samples: after a shortage they must be free.
-                        found = _effects(
-                            root,
-                            root.plain,
-                            Batch([_rounded(leaf) for leaf in samples.leaves], samples.spec),
-                            weights=weights,
-                        )
-            except Exception as error:  # the model may need more samples, or less memory
-                if classify(error).kind is not ErrorKind.OOM and most >= size:
-                    raise
-                free_frames(error)
-            else:
-                buffers = frozenset(different_updates(found.updates, plain.updates))
-                return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
-        return None
+        outcome = first_that_runs([*ways, *(replace(way, samples=size) for way in ways)], run)
     finally:
         root.apply(plan)
+    return outcome.result() if outcome.fits else None
 
 
 def _rounded(leaf: Any) -> Any:

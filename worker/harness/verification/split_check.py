@@ -8,9 +8,9 @@ is used; otherwise the split is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,11 +56,9 @@ from autofit.worker.harness.verification.split_rules import (
     Whole,
     by_coefficients,
 )
-from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model, free_frames
+from autofit.worker.harness.verification.ways import SAMPLES, LowMemory, Way, first_that_runs
+from autofit.worker.oom.attempt import attempt, attempt_model, free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
-
-SAMPLES = 4
-"""The number of samples in the check: enough for uneven chunks, few enough to be cheap."""
 
 SEEDS = range(6)
 """Of Python's and NumPy's generators, for a model that draws with them."""
@@ -68,10 +66,6 @@ ELSEWHERE = "it draws with Python or NumPy, whose numbers cannot be repeated for
 REENTRANT = "the model checkpoints with use_reentrant=True, and autofit cannot verify such a model"
 HALF_SCALE = 2.0**12
 """The loss scale in float16, so that gradients do not underflow."""
-
-
-LowMemory = Callable[[], AbstractContextManager[object]]
-"""Returns a context in which the model saves fewer activations, or smaller ones."""
 
 
 def find_layout(
@@ -121,21 +115,6 @@ def find_layout(
     told = dict.fromkeys(map(str, reasons))
     kind = Undecided if any(isinstance(each, Undecided) for each in reasons) else Refused
     raise kind("; if the batch is the second dimension: ".join(told))
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way to run the check."""
-
-    samples: int = SAMPLES
-    wide: bool = False
-    """In float64; otherwise in the model's own precision."""
-    around: LowMemory = nullcontext
-    on_host: bool = False
-    """Autograd's saved tensors go to host memory, which is slow."""
-    autocast: bool = False
-    """In the script's autocast. In half precision, rounding may differ as much as a wrong split
-    does."""
 
 
 def _ways(
@@ -216,23 +195,13 @@ class _SplitCheck:
         If the samples do not decide, others are asked.
         """
         chosen = choose(self.batch, layout)
-        outcome: AttemptOutcome[Layout] = AttemptOutcome()
-        failed: set[tuple[bool, bool]] = set()
-        for way in ways:
-            if (way.wide, way.autocast) in failed:
-                continue
-            try:
-                some = chosen[: way.samples]
-                outcome = attempt_model(partial(self._find, layout, some, way))
-            except Undecided:
-                if len(chosen) <= way.samples:
-                    raise
-                some = chosen[-way.samples :]
-                outcome = attempt_model(partial(self._find, layout, some, way))
-            if outcome.failure is not None:
-                failed.add((way.wide, way.autocast))
-            elif outcome.fits:
-                return outcome.result()
+
+        def run(way: Way) -> Layout:
+            with suppress(Undecided) if len(chosen) > way.samples else nullcontext():
+                return self._find(layout, chosen[: way.samples], way)
+            return self._find(layout, chosen[-way.samples :], way)
+
+        outcome = first_that_runs(ways, run)
         if (error := outcome.failure) is None:
             return outcome.result()
         line = (str(error).splitlines() or [type(error).__name__])[0]
