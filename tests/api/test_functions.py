@@ -88,7 +88,7 @@ def test_each_parameter_is_documented() -> None:
 def test_a_wrong_value_starts_nothing(study: StudyRecord, script: str) -> None:
     before = sorted(Path.cwd().iterdir())
     for given, said in (
-        ({"memory": "banana"}, "memory='banana': not a size"),
+        ({"memory": "banana"}, "memory='banana': 'banana' is not a size"),
         ({"only": "precision", "without": ["precision"]}, "drop one"),
         ({"args": "--lr 1"}, r"write a list of words, such as \['--lr', '1'\]"),
         ({"gpus": 1, "gpus_per_trial": 2}, "give --gpus 2 or more"),

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"scripts": "train.py"}, "scripts: Extra inputs are not permitted"),
     "unknown option": ({"options": {"memroy": 1}}, "did you mean 'memory'"),
     "bad value": ({"options": {"memory": "much"}}, "memory='much'"),
-    "deadline": ({"deadline": "soon"}, "not a duration: 'soon'"),
+    "deadline": ({"deadline": "soon"}, "'soon' is not a duration"),
     "priority": ({"priority": 1000}, "priority: Input should be less than"),
     "storage": ({"options": {"storage": "/x.db"}}, "storage is the service's own"),
     "address": ({"options": {"address": "auto"}}, "address is the service's own"),
