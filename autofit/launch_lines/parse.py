@@ -35,7 +35,7 @@ from torch.distributed.run import (
 
 from autofit.exceptions import UsageError
 from autofit.launch_lines import ACCELERATE
-from autofit.worker.launch.rank_environment import RUN, RUN_ID
+from autofit.worker.launch.environment import RUN, RUN_ID
 
 MEETING = "not used, autofit connects the ranks on this machine and chooses the port"
 RESTARTS = "not used, `autofit run` restarts a script only if memory runs out or its plan fails"

@@ -14,8 +14,7 @@ from autofit.analysis.advice import PROCESS, where
 from autofit.analysis.fallback import FallbackContext
 from autofit.analysis.ranking import best, ranked_sound
 from autofit.analysis.verdicts import best_plan
-from autofit.evidence.lookup import Evidence, key_of, stored
-from autofit.evidence.verify import Checked, verify
+from autofit.evidence import Checked, Evidence, key_of, stored, verify
 from autofit.exceptions import StorageError, UsageError
 from autofit.facts import HOST
 from autofit.plan import Plan

@@ -17,8 +17,7 @@ from autofit.analysis.verdicts import (
     culprit,
     judged,
 )
-from autofit.evidence import lookup
-from autofit.evidence.lookup import Evidence
+from autofit.evidence import Evidence, key_of
 from autofit.exceptions import ScriptError
 from autofit.facts import Bandwidth
 from autofit.plan import Plan
@@ -92,7 +91,7 @@ class History:
         self._clock = clock or Phases(phase=OTHER)
         self._unstored: Seconds = ()
         """Seconds of launches that belong to no stored trial."""
-        where = lookup.key_of(
+        where = key_of(
             options.script,
             gpu=study.hardware.name,
             gpus=study.key.gpus,

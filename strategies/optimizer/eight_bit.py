@@ -22,6 +22,7 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import (
     BLOCK,
     DTYPES,
     LARGEST,
+    Algorithm,
     broken,
     dequantise,
     maps,
@@ -32,7 +33,6 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import (
 from autofit.strategies.optimizer.fused import fused_step, place_steps, show
 from autofit.strategies.optimizer.fused import why_not as why_not_fused
 from autofit.strategies.optimizer.lion import recognised
-from autofit.strategies.optimizer.state_format import Algorithm
 from autofit.strategies.support.optimizers import LION, SMALL, parameters, without
 
 ADAM = Algorithm(

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
-from autofit.strategies.optimizer.state_format import Algorithm
+from autofit.strategies.optimizer.bitsandbytes_kernels import Algorithm
 from autofit.strategies.support.optimizers import SMALL
 
 SETTINGS = ("lr", "betas", "weight_decay")

@@ -1,6 +1,6 @@
 """Prepares what each process of a launch is started with, and where it runs. Imports no torch.
 
-A launch has one process, the ranks of a launcher (``rank_environment``), or replicas of a
+A launch has one process, the ranks of a launcher (``environment``), or replicas of a
 single-process script that train as one. The script must not notice the other replicas, so its
 environment has none of the variables of ``torchrun``. Each replica sees one GPU. The replicas find
 one another by ``ChildSpec.meeting``, and may run on several hosts.
@@ -17,7 +17,7 @@ from typing import Protocol
 from autofit.exceptions import UsageError
 from autofit.worker import meter
 from autofit.worker.launch.child import Message, Tail
-from autofit.worker.launch.rank_environment import THREADS, environment, free_port
+from autofit.worker.launch.environment import THREADS, environment, free_port
 from autofit.worker.records.trials import LOOPBACK, ChildSpec, Event, Meeting
 
 HASH_SEED = "PYTHONHASHSEED"

@@ -651,7 +651,7 @@ class LaunchRequest:
     process is started with (``Plan.at_start``).
     """
     ranks: int = 1
-    """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""
+    """Number of processes, on one machine: see ``worker/launch/environment.py``."""
     measures_bandwidth: bool = False
     """Whether the replicas first measure how fast they communicate, if they have the memory."""
     proven: tuple[Proven, ...] = ()
