@@ -41,7 +41,8 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the plan {str(path)!r} cannot be read: {_why(error)}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not text"
+        raise UsageError(f"the plan {str(path)!r} cannot be read: {reason}") from error
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (RecursionError, ValueError) as error:
@@ -54,7 +55,3 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _is_level(value: object) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool)
-
-
-def _why(error: OSError | UnicodeDecodeError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or "it is not text"

@@ -69,7 +69,8 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
-        bounded = _Bounded(receive, send, self._bytes(request))
+        most = self._limit if request.url.path == UPLOADS else MOST_BODY
+        bounded = _Bounded(receive, send, most)
         user = ""
         try:
             user = await self._user(request)
@@ -101,9 +102,6 @@ class Boundary:
         if self._active[user] >= self._most:
             raise TooOften(1.0)
         return user
-
-    def _bytes(self, request: Request) -> int:
-        return self._limit if request.url.path == UPLOADS else MOST_BODY
 
 
 class _Bounded:

@@ -153,7 +153,8 @@ class _Recording:
         self._held = [*block.parameters(), *block.buffers()]
         self._addresses = [each.data_ptr() for each in self._held]
         self._positions = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
-        self._inputs = [_copied(leaves[i]) for i in self._positions]
+        given = [leaves[i] for i in self._positions]
+        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
         given = list(leaves)
         for position, tensor in zip(self._positions, self._inputs, strict=True):
             given[position] = tensor
@@ -301,10 +302,6 @@ def _settings() -> object:
     """Return the settings that choose kernels."""
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return *autocast, tf32.products(), tf32.convolutions()
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _end_capture_of_draws() -> None:
