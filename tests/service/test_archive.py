@@ -78,8 +78,8 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "deep": (lambda: tar(entry("a/" * 100 + "a")), "not a valid file name"),
     "no UTF-8": (lambda: tar(entry("a\udcff.py")), "not a valid file name"),
-    "long pax header": (lambda: bomb(b"x"), "a header that is too long"),
-    "long name, 1 GiB": (lambda: bomb(b"L"), "a header that is too long"),
+    "long pax header": (lambda: bomb(b"x"), "a header of the archive is too long"),
+    "long name, 1 GiB": (lambda: bomb(b"L"), "a header of the archive is too long"),
     "no archive": (lambda: b"#!/bin/sh\n", "no .tar.gz archive"),
     "cut off": (lambda: tar(entry("a"), data=os.urandom(9999))[:-5000], "no .tar.gz archive"),
 }
