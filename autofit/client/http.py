@@ -130,7 +130,10 @@ class Service:
                 " issuer is not known here, name the issuer's certificate in SSL_CERT_FILE"
             ) from error
         if over:
-            raise self._lost(reason) from error
+            raise WorkerError(
+                f"the service at {self.url} does not answer ({reason}): is `autofit serve` running"
+                " there? A submitted search goes on without this command"
+            ) from error
         if not self._waits:
             self._waits = True
             self._say(f"{self.url} cannot answer now ({reason}): trying again for {LOST:.0f} s")
@@ -145,12 +148,6 @@ class Service:
         answer = urllib.request.urlopen(request, timeout=ANSWER)
         self._waits = False
         return answer
-
-    def _lost(self, reason: object) -> WorkerError:
-        return WorkerError(
-            f"the service at {self.url} does not answer ({reason}): is `autofit serve` running"
-            " there? A submitted search goes on without this command"
-        )
 
 
 def _refusal(error: urllib.error.HTTPError) -> AutofitError:

@@ -372,13 +372,10 @@ class Ready:
         """Return what is missing; empty if nothing is."""
         with self._lock:
             if time.monotonic() >= self._until:
-                self._store = self._of_store()
+                try:
+                    self._queue.users()
+                    self._store = ""
+                except StorageError:
+                    self._store = "the store does not answer"
                 self._until = time.monotonic() + _SURE
         return self._store or ("" if self._alive() else "Ray does not answer: it is started again")
-
-    def _of_store(self) -> str:
-        try:
-            self._queue.users()
-        except StorageError:
-            return "the store does not answer"
-        return ""
