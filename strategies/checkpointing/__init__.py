@@ -182,7 +182,7 @@ class Checkpointing(Strategy):
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint all blocks, or the first of them. A number has replaced ``auto`` before."""
         if level == AUTO:
-            raise Refused("auto is for a search: give a number of blocks")
+            raise Refused("only a search can use auto: give a number of blocks")
         module = root.module
         blocks = repeated_blocks(module)
         if uses_own_switch(module, blocks):

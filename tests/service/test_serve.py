@@ -73,4 +73,4 @@ def test_stop_when_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["token", "create", "a b", "--storage", "service.db"]) == 2
-    assert "'a b' is no name of a user" in capsys.readouterr().err
+    assert "'a b' is not a valid user name" in capsys.readouterr().err
