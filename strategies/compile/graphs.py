@@ -153,8 +153,8 @@ class _Recording:
         self._held = [*block.parameters(), *block.buffers()]
         self._addresses = [each.data_ptr() for each in self._held]
         self._positions = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
-        given = [leaves[i] for i in self._positions]
-        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        inputs = [leaves[i] for i in self._positions]
+        self._inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         given = list(leaves)
         for position, tensor in zip(self._positions, self._inputs, strict=True):
             given[position] = tensor
