@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,19 +77,9 @@ def test_packages_stay_small() -> None:
 
 def test_no_module_hides_a_public_function() -> None:
     """Importing ``autofit.x`` would put the module in the place of the function ``autofit.x``."""
-    program = (
-        "import autofit, importlib, pkgutil, sys\n"
-        "for each in pkgutil.walk_packages(autofit.__path__, 'autofit.'):\n"
-        "    if not each.name.endswith('__main__') and '.versions.' not in each.name\\\n"
-        "            and '.migrations.env' not in each.name:\n"
-        "        importlib.import_module(each.name)\n"
-        "names = [each for each in autofit.__all__ if each != '__version__']\n"
-        "lost = [each for each in names if not callable(getattr(autofit, each))]\n"
-        "sys.exit(f'hidden: {lost}' if lost else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    modules = {path.stem for path in (ROOT / "autofit").iterdir()}
     assert {"search", "best", "run", "resilient"} <= set(autofit.__all__)
+    assert modules & set(autofit.__all__) == set()
 
 
 NOT_WORDS = re.compile(

@@ -290,7 +290,7 @@ def heard(tmp_path: Path, *proven: Proven) -> tuple[TrialReport, list[Proven], l
 def test_a_launch_that_is_told_calls_the_model_for_its_chunks_alone(tmp_path: Path) -> None:
     first, told, calls = heard(tmp_path)
     assert first.verdict is Verdict.MEASURED
-    assert len({each.key for each in told}) == 4, "split, checkpoints, two graphs"
+    assert len({each.key for each in told}) == 5, "the model, split, checkpoints, two graphs"
     assert int(calls[0].split()[1]) > 4
     again, more, calls = heard(tmp_path, *told)
     assert again.verdict is Verdict.MEASURED

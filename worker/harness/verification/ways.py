@@ -51,16 +51,19 @@ def first_that_runs(ways: Iterable[Way], run: Callable[[Way], T]) -> AttemptOutc
     outcome: AttemptOutcome[T] = AttemptOutcome()
     failed: dict[tuple[bool, bool], int] = {}
     short: dict[tuple[bool, bool], int] = {}
-    for way in ways:
-        precision = way.wide, way.autocast
-        fewer = way.samples <= failed.get(precision, -1)
-        if fewer or way.samples > short.get(precision, way.samples):
-            continue
-        outcome = attempt_model(partial(run, way))
-        if outcome.failure is not None:
-            failed[precision] = way.samples
-        elif outcome.fits:
-            break
-        else:
-            short[precision] = way.samples
-    return outcome
+    try:
+        for way in ways:
+            precision = way.wide, way.autocast
+            fewer = way.samples <= failed.get(precision, -1)
+            if fewer or way.samples > short.get(precision, way.samples):
+                continue
+            outcome = attempt_model(partial(run, way))
+            if outcome.failure is not None:
+                failed[precision] = way.samples
+            elif outcome.fits:
+                break
+            else:
+                short[precision] = way.samples
+        return outcome
+    finally:
+        del outcome  # its error holds this frame, and they would keep each other
