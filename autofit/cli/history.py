@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from autofit.cli import types
-from autofit.cli.lazy import SuggestingGroup
+from autofit.cli import SuggestingGroup, types
 from autofit.cli.out import render, say, show, write
 from autofit.exceptions import UsageError
 

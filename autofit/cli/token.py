@@ -7,8 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import click
 
-from autofit.cli import types
-from autofit.cli.lazy import SuggestingGroup
+from autofit.cli import SuggestingGroup, types
 from autofit.cli.out import say, write
 from autofit.exceptions import UsageError
 from autofit.text import printable
