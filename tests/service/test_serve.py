@@ -29,7 +29,7 @@ def test_a_second_user_without_trust(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = "the service is not root"
-    monkeypatch.setattr("autofit.service.server.obstacle", lambda address: why)
+    monkeypatch.setattr("autofit.service.server.uid_obstacle", lambda address: why)
     for user in ("alice", "bob"):
         assert main(["token", "create", user, "--storage", "service.db"]) == 0
     token = capsys.readouterr().out.split()[0]
