@@ -280,7 +280,7 @@ def cost(model: str, check: str, device: str) -> Cost | None:
 def checked(root: HarnessRoot, plan: Plan, batch: Call, facts: Facts) -> None:
     """Check a plan as a session does: first how the batch is split, then the rest."""
     if plan["micro_batch"] != AS_IS:
-        root.layout(Batch.of((), batch))
+        root.splits.layout(Batch.of((), batch))
     prove(root, plan, (), batch, facts)
 
 

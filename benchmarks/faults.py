@@ -283,7 +283,7 @@ def of_split(
         root.around_forward(partial(in_parts, change, model), lasting=True)
     with nullcontext() if fault is None else fault(entry):
         call = Batch.of((), without_cache(model, batch))
-        return verdict(lambda: root.layout(call))
+        return verdict(lambda: root.splits.layout(call))
 
 
 def of_plan(rooted: Rooted, entry: zoo.Entry, change: Change) -> tuple[bool, str]:

@@ -220,7 +220,7 @@ def keeps(entry: zoo.Entry, plan: Plan) -> bool | None:
     if "checkpointing" in plan.levels and not root.facts.blocks and not root.facts.transformers:
         return None
     root.apply(plan)
-    for forward in (lambda: plain(**batch), lambda: root.call((), dict(batch))):
+    for forward in (lambda: plain(**batch), lambda: root.running(**batch)):
         torch.manual_seed(2)
         number(forward()).backward()  # type: ignore[no-untyped-call]
     same = apart(gradients(ours), gradients(plain)) <= EQUAL
@@ -272,7 +272,7 @@ def of_split(entry: zoo.Entry, precision: str, size: int) -> tuple[bool, str]:
     assert root.facts is not None
     with around(precision):
         try:
-            root.layout(Batch.of((), without_cache(model, batches[0])))
+            root.splits.layout(Batch.of((), without_cache(model, batches[0])))
         except Refused as refusal:
             return False, str(refusal)
     if precision == "autocast" or entry.truth is not None:
@@ -282,7 +282,7 @@ def of_split(entry: zoo.Entry, precision: str, size: int) -> tuple[bool, str]:
         model.zero_grad()
         plain.zero_grad()
         number(plain(**batch)).backward()
-        number(root.call((), dict(batch))).backward()
+        number(root.running(**batch)).backward()
         if (error := apart(gradients(model), gradients(plain))) > 1e-2:
             return True, f"a split step was off by {error:.1e}"
     return True, ""

@@ -375,9 +375,6 @@ class Root(Protocol):
         Raises ``Refused`` if there is one process, unless its part is to be in host memory.
         """
 
-    def before_step(self, hook: Callable[[Any], None]) -> Undo:
-        """Call ``hook(optimizer)`` before every optimizer step."""
-
     def taken_back_by(self, undo: Undo) -> None:
         """Register an undo before its change is made, because memory may run out during it."""
 
@@ -385,12 +382,6 @@ class Root(Protocol):
         """Return ``undo``; it is also called when the script drops the model first.
 
         Use it for changes outside the model.
-        """
-
-    def patch(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> Undo:
-        """Replace a function of a class or module of torch by ``make(function)``.
-
-        The undo leaves patches in place that others have made on top.
         """
 
     def around_next(self, reader: Reader) -> Undo:

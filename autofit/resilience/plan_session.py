@@ -16,7 +16,6 @@ from autofit.plan import Plan
 from autofit.strategies import AS_IS
 from autofit.worker import meter
 from autofit.worker.harness.patching.optimizers import changes_of
-from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
 from autofit.worker.meter import accelerator
 from autofit.worker.records.trials import OutOfMemory
@@ -40,7 +39,7 @@ class PlanSession(Session):
     @property
     def micro_batch(self) -> int | None:
         """The largest chunk now, or at the end; ``None`` if the batch is not split."""
-        return self.roots[0].micro_batch or self._reached
+        return self.roots[0].splits.micro_batch or self._reached
 
     def end(self) -> None:
         """Remove the plan from the model and the optimizer."""
@@ -52,10 +51,6 @@ class PlanSession(Session):
         return self._plan
 
     def optimizer_refused(self, refusal: Refused) -> None:
-        """Note which technique it was; the attempt ends here."""
-        self.refused(self.roots[0], refusal)
-
-    def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """Note which technique it was; the attempt ends here."""
         name = refusal.strategy or next((name for name, _ in self._plan.changes), "")
         self.refusal = (name, self._plan[name] if name else AS_IS, str(refusal))

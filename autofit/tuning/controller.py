@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self
@@ -12,14 +12,15 @@ from typing import Self
 from autofit.analysis.candidates import AskingLaunch
 from autofit.analysis.ranking import result_of
 from autofit.analysis.result import Result
-from autofit.analysis.verdicts import best_plan, within
+from autofit.analysis.verdicts import within
 from autofit.exceptions import ScriptError, WorkerError
 from autofit.plan import Plan
-from autofit.storage import Owner, Purpose, State, Store, TrialRecord
+from autofit.storage import Purpose, State, Store, TrialRecord
 from autofit.tuning import messages
 from autofit.tuning import study as studies
 from autofit.tuning.cluster_slots import open_slots
 from autofit.tuning.confirmation import Confirmation
+from autofit.tuning.dispatch import Dispatcher
 from autofit.tuning.history import LAUNCHES, History
 from autofit.tuning.launches import (
     NEXT_REQUEST_SECONDS,
@@ -38,23 +39,19 @@ from autofit.tuning.notices import (
     SizeMeasured,
     StudyStarted,
     TrialDropped,
-    TrialStarted,
 )
 from autofit.tuning.options import SearchOptions
 from autofit.tuning.proposals import Proposer
-from autofit.worker.cluster.pool import Pool
 from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.records.phases import OTHER, RAY, Phases
 from autofit.worker.records.trials import (
     MOST_PRINTED,
-    Answer,
     Asking,
     BandwidthMeasured,
     Entered,
     GraphsGrow,
     LaunchEnded,
     LaunchEvent,
-    LaunchRequest,
     Learned,
     Measured,
     Printed,
@@ -109,7 +106,6 @@ class RunningSearch:
         self._options = options
         self._reserved = reserved
         self._tell = listener
-        self._owner = Owner.current()
         self._started = time.monotonic()
         self._clock = Phases(self._started, OTHER)
         self._launches = RunningLaunches()
@@ -121,8 +117,6 @@ class RunningSearch:
         """Workers lost in a row."""
         self._safe_steps = 0
         """Most steps that the reference has completed."""
-        self._ahead: set[int] = set()
-        """Slots on which a launch was started before there was a plan for it."""
         self._spare_kept = False
         """Whether one started process is kept idle for the confirmation."""
         self._answered_at: object = None
@@ -174,7 +168,7 @@ class RunningSearch:
         if not self._proposer.spread():
             return
         for slot, launch in self._launches.items():  # all of them wait for a plan
-            self._send_plan(slot, launch, None, Purpose.SEARCH)
+            self._dispatcher.send_plan(slot, launch, None, Purpose.SEARCH)
         self._drive(lambda: None, Purpose.CONFIRM)  # until they have ended
         self._slots.span()
         self._history.say(SPANS.format(self._slots.spread))
@@ -224,15 +218,11 @@ class RunningSearch:
             spread=self._slots.spread,
             learns=self._reserved is not None and not before and not options.fresh,
         )
-        first = self._request(Plan(), Purpose.SEARCH)
+        self._dispatcher = Dispatcher(self._history, self._slots, self._launches, self._stack)
+        first = self._dispatcher.request(Plan(), Purpose.SEARCH)
         if not before and self._slots.begin(self._stack, first):
-            self._tell_started(0, Plan())
+            self._dispatcher.tell_started(0, Plan())
             self._tell(PhaseBegun(slot=0, phase=messages.STARTS))
-
-    def _workers(self) -> Pool:
-        """Return the pool of workers, which takes seconds to start."""
-        with self._clock.within(RAY):
-            return self._slots.workers(self._stack)
 
     # --- driving ---------------------------------------------------------------------------
 
@@ -241,38 +231,25 @@ class RunningSearch:
         while True:
             self._clock.enter(LAUNCHES if self._launches else OTHER)
             while self._slots.update(self._history.say, idle=not self._launches):
-                self._store.heartbeat(self._owner)
+                self._store.heartbeat(self._dispatcher.owner)
             if purpose is Purpose.SEARCH:
                 self._answer_waiting()
             soon = purpose is Purpose.SEARCH and self._launches.about_to_ask
             for slot in () if soon else self._slots.idle(self._launches):
                 if (plan := propose()) is None:
                     break
-                self._launch(slot, plan, purpose)
+                for event in self._dispatcher.launch(slot, plan, purpose):
+                    self._handle_event(slot, event)
             if purpose is Purpose.SEARCH:
                 self._start_early()
-                self._prepare()
+                self._dispatcher.prepare()
             if len(self._launches.waiting) == len(self._launches):
                 return
-            for slot, event in self._workers().events(
+            for slot, reported in self._dispatcher.workers().events(
                 timeout=NEXT_REQUEST_SECONDS if soon else HEARTBEAT
             ):
-                self._handle_event(slot, event)
-            self._store.heartbeat(self._owner)
-
-    def _launch(self, slot: int, plan: Plan, purpose: Purpose) -> None:
-        """Start a launch; in the search, one that asks for more plans afterwards."""
-        pool = self._workers()  # raises if there are no workers, before a trial is stored
-        number = self._store.next_launch(self._history.study)
-        trial = self._begin(plan, number, purpose)
-        self._launches[slot] = RunningLaunch([trial], number=number, ahead=plan.fixed)
-        self._clock.enter(LAUNCHES)
-        request = self._request(plan, purpose)
-        if pool.first_ended:
-            for event in pool.first_events(request):
-                self._handle_event(slot, event)
-        else:
-            self._submit(slot, request)
+                self._handle_event(slot, reported)
+            self._store.heartbeat(self._dispatcher.owner)
 
     def _start_early(self) -> None:
         """Start the script on idle slots before there is a plan for them, to save start-up time.
@@ -285,10 +262,13 @@ class RunningSearch:
         if self._slots.count == 1 or not self._launches:
             return
         if self._proposer.script_running():
-            for slot in set(idle) - self._ahead:
-                self._start_ahead(slot, RunningLaunch([]))
+            for slot in set(idle) - self._dispatcher.started_ahead:
+                self._dispatcher.start_ahead(slot, RunningLaunch([]))
             return
-        waiting, spared = self._launches.waiting, self._spare_kept or self._launches.about_to_ask
+        waiting, spared = (
+            self._launches.waiting,
+            self._spare_kept or self._launches.about_to_ask,
+        )
         spared = spared or self._slots.spread > 1
         if len(idle) + len(waiting) < 2 or not ranked or spared:
             return
@@ -297,23 +277,12 @@ class RunningSearch:
         if unused:
             unused[0].spare = True
         elif idle:
-            self._start_ahead(idle[-1], RunningLaunch([], ahead=ranked[0].plan.fixed, spare=True))
+            self._dispatcher.start_ahead(
+                idle[-1], RunningLaunch([], ahead=ranked[0].plan.fixed, spare=True)
+            )
         elif not self._launches.ending:
             slot = max(waiting, key=lambda each: len(waiting[each].fixed.changes))
-            self._send_plan(slot, waiting[slot], None, Purpose.SEARCH)
-
-    def _prepare(self) -> None:
-        """Prepare a process beside a launch that measures, for the next plan that needs a new one.
-
-        It starts with the levels that the fastest plan needs from the start: that plan is confirmed
-        in a new process.
-        """
-        ranked = self._history.now.ranked
-        plan = ranked[0].plan.at_start if ranked else Plan()
-        for slot, launch in self._launches.items() if self._slots.prepares else ():
-            if launch.runs and launch.stepped and launch.beside != plan:
-                launch.beside = plan
-                self._workers().prepare(slot, self._request(plan, Purpose.SEARCH))
+            self._dispatcher.send_plan(slot, waiting[slot], None, Purpose.SEARCH)
 
     def _drop_losing_trials(self) -> None:
         """Stop the running trials if the cost model no longer expects any of them to win."""
@@ -321,16 +290,8 @@ class RunningSearch:
         if self._slots.count > 1 and running and self._proposer.nothing_worth_running():
             for slot, launch in running.items():
                 launch.over = True
-                self._workers().cancel(slot)
+                self._dispatcher.workers().cancel(slot)
                 self._tell(TrialDropped(slot=slot, plan=launch.trials[-1].plan))
-
-    def _start_ahead(self, slot: int, launch: RunningLaunch) -> None:
-        """Start a launch that waits for its first plan."""
-        self._ahead.add(slot)
-        launch.number = self._store.next_launch(self._history.study)
-        request = self._request(launch.ahead, Purpose.SEARCH)
-        self._workers().submit(slot, replace(request, waits=True))
-        self._launches[slot] = launch
 
     def _answer_waiting(self) -> None:
         """Answer launches that wait for a plan, if anything has changed since the last answer."""
@@ -354,10 +315,10 @@ class RunningSearch:
             plan = self._proposer.next(here)
         launch.asking = asking
         if plan is not None or not more:
-            self._send_plan(slot, launch, plan, launch.purpose)
+            self._dispatcher.send_plan(slot, launch, plan, launch.purpose)
         elif not self._keep_waiting(launch):
             stage, trials = self._proposer.last_stage(here)
-            self._send(slot, launch, stage, trials)
+            self._dispatcher.send(slot, launch, stage, trials)
 
     def _keep_waiting(self, launch: RunningLaunch) -> bool:
         """Return whether to keep a launch without a plan, in case it gets one later.
@@ -368,69 +329,6 @@ class RunningSearch:
             return True
         wanted = not self._launches.ending and not self._slots.idle(self._launches)
         return self._launches.busy and not (wanted and self._proposer.wants_launch())
-
-    def _send_plan(
-        self, slot: int, launch: RunningLaunch, plan: Plan | None, purpose: Purpose
-    ) -> None:
-        """Send a plan to a launch that asks; ``None`` ends the launch."""
-        begun = [] if plan is None else [self._begin(plan, launch.number, purpose)]
-        self._send(slot, launch, Stage.PROBE, begun)
-
-    def _send(
-        self, slot: int, launch: RunningLaunch, stage: Stage, trials: Sequence[TrialRecord]
-    ) -> None:
-        """Answer a launch that asks; without ``trials`` it ends."""
-        launch.asking, launch.over = None, not trials
-        first = len(launch.trials)
-        launch.trials += trials
-        plans = tuple(each.plan if stage is Stage.PROBE else best_plan(each) for each in trials)
-        if stage is not Stage.PROBE:
-            launch.stages |= dict.fromkeys(range(first, len(launch.trials)), stage)
-        answer = Answer(
-            plans=plans,
-            stage=stage,
-            timeout=self._deadline(plans),
-            whole_fits=self._history.now.baseline is Verdict.MEASURED,
-            proven=self._history.evidence.proven,
-        )
-        self._workers().answer(slot, answer)
-        for plan in plans:
-            self._tell_started(slot, plan)
-
-    def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
-        """Store a trial before it runs, so that it is known after a kill."""
-        return self._store.add_trials(
-            self._history.study, [plan], launch=launch, owner=self._owner, purpose=purpose
-        )[0]
-
-    def _request(self, plan: Plan, purpose: Purpose) -> LaunchRequest:
-        replicas = plan.ranks
-        return LaunchRequest(
-            script=self._options.script,
-            plans=(plan,),
-            device=self._slots.device,
-            budget=self._history.study.budget,
-            timeout=self._deadline([plan]),
-            converses=purpose is Purpose.SEARCH,
-            whole_fits=self._history.now.baseline is Verdict.MEASURED,
-            ranks=self._slots.ranks,
-            measures_bandwidth=replicas > 1 and replicas not in self._history.bandwidths,
-            proven=self._history.evidence.proven,
-        )
-
-    def _submit(self, slot: int, request: LaunchRequest) -> None:
-        self._workers().submit(slot, request)
-        self._tell_started(slot, request.plans[0])
-
-    def _tell_started(self, slot: int, plan: Plan) -> None:
-        self._tell(TrialStarted(slot=slot, plan=plan, on=self._slots.label(slot)))
-
-    def _deadline(self, plans: Sequence[Plan]) -> float:
-        """Return the seconds that ``plans`` may take together, before ``--timeout`` is over."""
-        limit = sum(map(self._history.limit, plans))
-        if self._options.timeout is None:
-            return limit
-        return max(1.0, min(limit, self._options.timeout - self._history.elapsed()))
 
     def _handle_event(self, slot: int, event: LaunchEvent | WorkerError) -> None:
         launch = self._launches[slot]
@@ -593,7 +491,9 @@ class RunningSearch:
         self._history.say(messages.doubted(doubt.trial.plan, reason))
         self._store.next_launch(self._history.study)
         plan = self._history.reference.plan if doubt.drifted else Plan()
-        self._submit(slot, replace(self._request(plan, Purpose.CONFIRM), steps=steps))
+        self._dispatcher.submit(
+            slot, replace(self._dispatcher.request(plan, Purpose.CONFIRM), steps=steps)
+        )
 
     def _handle_reference_event(
         self, slot: int, launch: RunningLaunch, event: LaunchEvent | WorkerError
@@ -641,7 +541,7 @@ class RunningSearch:
             for slot, launch in self._launches.items():  # all of them wait for a plan
                 suitable = bool(left) and not launch.trials and plan.follows(launch.fixed)
                 given = left.pop() if suitable else None
-                self._send_plan(slot, launch, given, Purpose.CONFIRM)
+                self._dispatcher.send_plan(slot, launch, given, Purpose.CONFIRM)
             self._drive(one_by_one(left), Purpose.CONFIRM)
 
     def _lost_launches(self) -> int:

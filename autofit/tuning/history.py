@@ -88,7 +88,7 @@ class History:
         self._read_at = -1
         self._started = started
         self._stored_seconds = 0.0
-        self._clock = clock or Phases(phase=OTHER)
+        self.clock = clock or Phases(phase=OTHER)
         self._unstored: Seconds = ()
         """Seconds of launches that belong to no stored trial."""
         where = key_of(
@@ -324,7 +324,7 @@ class History:
     def store_seconds(self) -> None:
         """Add the time since the last call to the study, so that a kill loses little of it."""
         elapsed = self.elapsed()
-        own = tuple(each for each in self._clock.take() if each[0] != LAUNCHES)
+        own = tuple(each for each in self.clock.take() if each[0] != LAUNCHES)
         by_phase = added(self._unstored, own)
         self.store.add_seconds(self.study, elapsed - self._stored_seconds, by_phase)
         self._stored_seconds, self._unstored = elapsed, ()

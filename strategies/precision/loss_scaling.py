@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from autofit.strategies.base import Forward, Root, Undo
@@ -136,7 +137,8 @@ def scale_inside(root: Root) -> Undo:
     parameters = [p for p in root.module.parameters() if p.requires_grad]
     scaler = Scaler(parameters)
     undo_wrap = root.around_forward(lambda forward: scaler.wrap(forward, root.module))
-    undo_step = root.before_step(scaler.before_step)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: scaler.before_step(optimizer))
+    undo_step = root.outliving(handle.remove)
 
     def undo() -> None:
         undo_step()

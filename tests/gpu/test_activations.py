@@ -103,7 +103,7 @@ def gradients(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> torch.Te
 def backward(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> None:
     torch.manual_seed(1)
     module.zero_grad()
-    held.call((x,), {}).float().square().mean().backward()
+    held.running(x).float().square().mean().backward()
 
 
 def gathered(module: nn.Module) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_it_holds_less_and_gives_the_host_its_memory_back(calls: Calls, x: torch
     }.items():
         held.apply(Plan.of(levels))
         gradients(module, held, x)
-        peaks[name] = peak(lambda: held.call((x,), {}).square().mean().backward())
+        peaks[name] = peak(lambda: held.running(x).square().mean().backward())
         held.take_back()
     assert peaks["half"] < 0.75 * peaks["as_is"], peaks
     assert peaks["all"] < 0.4 * peaks["as_is"], peaks
@@ -207,13 +207,13 @@ def test_it_waits_less_than_torchs_own(calls: Calls) -> None:
             output = module(x)
         output.square().mean().backward()
 
-    plain = seconds(lambda: held.call((x,), {}).square().mean().backward())
+    plain = seconds(lambda: held.running(x).square().mean().backward())
     theirs = seconds(torchs)
     held.apply(Plan.of({"activation_offload": "all"}))
-    ours = seconds(lambda: held.call((x,), {}).square().mean().backward())
+    ours = seconds(lambda: held.running(x).square().mean().backward())
     held.take_back()
     held.apply(Plan.of({"activation_offload": "all", "checkpointing": "all"}))
-    inputs = seconds(lambda: held.call((x,), {}).square().mean().backward())
+    inputs = seconds(lambda: held.running(x).square().mean().backward())
     held.take_back()
     figures = {"plain": plain, "save_on_cpu": theirs, "offload": ours, "with checkpoints": inputs}
     print(json.dumps(figures))
@@ -264,11 +264,11 @@ def test_checkpointed_gradients_are_the_same(
     held = root_of(module, calls)
     held.apply(Plan.of({"precision": precision}))
     plain = gradients(module, held, x)
-    whole = peak(lambda: held.call((x,), {}).float().square().mean().backward())
+    whole = peak(lambda: held.running(x).float().square().mean().backward())
     prove(held, Plan.of({"checkpointing": level, "precision": precision}), (x,), {}, Facts())
     found = gradients(module, held, x)
     assert off(found, plain) < (EXACT if precision == "as_is" else 1e-3)
-    less = peak(lambda: held.call((x,), {}).float().square().mean().backward())
+    less = peak(lambda: held.running(x).float().square().mean().backward())
     assert less < 0.9 * whole
     held.take_back()
 

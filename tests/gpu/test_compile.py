@@ -104,7 +104,7 @@ def tokens() -> torch.Tensor:
 def gradients(module: nn.Module, held: HarnessRoot, tokens: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(1)
     module.zero_grad()
-    logits = held.call((tokens,), {})
+    logits = held.running(tokens)
     nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     return torch.cat([p.grad.flatten().double() for p in module.parameters() if p.grad is not None])
 
@@ -160,7 +160,7 @@ def test_a_budget_lowers_the_peak(calls: Calls) -> None:
         module.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        held.call((tokens,), {}).float().mean().backward()
+        held.running(tokens).float().mean().backward()
         peaks[level] = torch.cuda.max_memory_allocated() - before
         held.take_back()
     assert peaks["budget"] < 0.85 * peaks["full"], peaks

@@ -94,7 +94,7 @@ def test_logits_in_chunks(precision: str, root: Callable[..., HarnessRoot]) -> N
         held = root(module, precision=precision, loss=level)
 
         def call(*args: Any, held: HarnessRoot = held) -> Any:
-            return held.call(args, {})
+            return held.running(*args)
 
         step(module, call, tokens)
         gradients, peak = step(module, call, tokens)
@@ -133,7 +133,7 @@ def test_attention_that_is_written_out_is_switched(root: Callable[..., HarnessRo
         held = root(module, attention=level)
 
         def call(*args: Any, held: HarnessRoot = held) -> Any:
-            return held.call((), {"input_ids": args[0], "labels": args[0]})
+            return held.running(input_ids=args[0], labels=args[0])
 
         step(module, call, tokens)
         figures.append(step(module, call, tokens))
@@ -157,7 +157,7 @@ def test_the_other_kernel_runs_and_torchs_own_choice_is_known(
     for level in ("as_is", other):
         held = root(module, attention=level)
         with _Seen() as seen:
-            output = held.call((), {"input_ids": tokens, "labels": tokens})
+            output = held.running(input_ids=tokens, labels=tokens)
         output.loss.backward()
         ran[level] = set(seen.kernels)
         held.take_back()

@@ -73,7 +73,7 @@ class Trained:
             self._under.optimizers.prepare()
             x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
             torch.cuda.reset_peak_memory_stats()
-            (self._root.call((x,), {}) - x).square().mean().backward()
+            (self._root.running(x) - x).square().mean().backward()
             self.optimizer.step()
             self.peak = torch.cuda.max_memory_allocated()
         self.optimizer.zero_grad()

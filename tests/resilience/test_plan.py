@@ -290,8 +290,8 @@ def test_what_a_rescue_came_down_to_outlives_the_model() -> None:
         model, _ = plan.apply(blocks())
         model(torch.randn(8, 8)).sum().backward()
         root = plan._sessions[0].roots[0]
-        assert root.chunked is not None
-        root.chunked.micro_batch = 2
+        assert root.splits.chunked is not None
+        root.splits.chunked.micro_batch = 2
 
     train()
     gc.collect()

@@ -262,7 +262,7 @@ def plan(*settings: Setting) -> Plan:
 
 def caller(held: HarnessRoot) -> Callable[..., Any]:
     """Return the root's call."""
-    return lambda **kwargs: held.call((), kwargs)
+    return lambda **kwargs: held.running(**kwargs)
 
 
 def one_step(case: Case, call: Callable[..., Any]) -> list[torch.Tensor]:
@@ -370,7 +370,7 @@ for level in ["as_is", *levels]:
             model.zero_grad()
             before = gauge.current()
             gauge.reset()
-            root.call((x,), {}).sum().backward()
+            root.running(x).sum().backward()
         peaks[level] = gauge.peak().allocated - before
     root.take_back()
 print(json.dumps(peaks))

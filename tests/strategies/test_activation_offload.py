@@ -89,7 +89,7 @@ def gradients(module: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> l
 
 
 def call_of(held: HarnessRoot) -> Callable[..., Any]:
-    return lambda *args: held.call(args, {})
+    return lambda *args: held.running(*args)
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -106,7 +106,7 @@ def test_training_is_the_same_to_the_last_bit(level: str, rooted: Rooted) -> Non
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         for _ in range(4):
             optimizer.zero_grad()
-            held.call((torch.randn(3, 6, 8),), {}).square().mean().backward()
+            held.running(torch.randn(3, 6, 8)).square().mean().backward()
             optimizer.step()
         return [parameter.detach() for parameter in module.parameters()]
 
@@ -117,7 +117,7 @@ def test_training_is_the_same_to_the_last_bit(level: str, rooted: Rooted) -> Non
 def test_what_travels_and_what_stays(rooted: Rooted, sent: list[torch.Tensor]) -> None:
     module, x = Net(), torch.randn(3, 6, 8)
     held = rooted(module, activation_offload="all")
-    output = held.call((x,), {})
+    output = held.running(x)
     stay = {t.data_ptr() for t in (x, *module.parameters(), *module.buffers())}
     went = [source.data_ptr() for source in sent]
     assert not stay & {*went}
@@ -127,11 +127,11 @@ def test_what_travels_and_what_stays(rooted: Rooted, sent: list[torch.Tensor]) -
     del output
     sent.clear()
     held.take_back()
-    rooted(module, activation_offload="half").call((x,), {})
+    rooted(module, activation_offload="half").running(x)
     assert 0.3 * everything < sum(t.nbytes for t in sent) <= 0.5 * everything
     sent.clear()
     with torch.no_grad():
-        held.call((x,), {})
+        held.running(x)
     assert not sent
 
 
@@ -245,7 +245,7 @@ def test_why_it_is_left_out(rooted: Rooted) -> None:
     module = Slope()
     held = rooted(module, activation_offload="all")
     with pytest.raises(RuntimeError) as failed:
-        held.call((torch.randn(2, 4),), {})
+        held.running(torch.randn(2, 4))
     assert "no hooks" in (strategy.fault(failed.value) or "")
     assert strategy.fault(RuntimeError("the script's own")) is None
 

@@ -85,7 +85,7 @@ class Script:
         held = HarnessRoot(module, self.seams, self.calls, lambda *args: False)
         held.apply(self.plan)
         held.apply(self.plan)  # as with every other size of a part of the batch
-        return lambda x: held.call((x,), {})
+        return lambda x: held.running(x)
 
 
 @pytest.fixture

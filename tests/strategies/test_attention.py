@@ -78,11 +78,11 @@ def test_a_model_that_writes_it_out_is_switched(
     own: Any = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     module, kwargs = model(family, **(own if family == "Bert" else {})), batch(family)
     without = rooted(module, **beside)
-    expected = gradients(module, lambda **given: without.call((), given), kwargs)
+    expected = gradients(module, lambda **given: without.running(**given), kwargs)
     without.take_back()
     held = rooted(module, attention="sdpa", **beside)
     assert module.config._attn_implementation == "sdpa"
-    found = gradients(module, lambda **given: held.call((), given), kwargs)
+    found = gradients(module, lambda **given: held.running(**given), kwargs)
     allowed = 0.05 if "precision" in beside else 1e-4
     square = sum(float((a - b).square().sum()) for a, b in zip(found, expected, strict=True))
     norm = sum(float(b.square().sum()) for b in expected)
@@ -120,13 +120,13 @@ def test_the_kernel_is_preferred_and_looked_for(rooted: Rooted) -> None:
     module, kwargs = model("Llama", "sdpa"), batch("Llama")
     expected = gradients(module, module, kwargs)
     held = rooted(module, attention="flash")
-    found = gradients(module, lambda **given: held.call((), given), kwargs)
+    found = gradients(module, lambda **given: held.running(**given), kwargs)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
     held.take_back()
     assert torch._C._get_sdp_priority_order() == order
     with pytest.raises(Refused, match="none of torch's attention kernels"):
-        rooted(nn.Linear(2, 2), attention="flash").call((torch.ones(1, 2),), {})
+        rooted(nn.Linear(2, 2), attention="flash").running(torch.ones(1, 2))
     with pytest.raises(Refused, match="flash does not support this model's attention: it runs eff"):
         FirstForward(module)._judge({f"{PREFIX}efficient_attention": torch.bfloat16})
 
@@ -202,7 +202,7 @@ for level in ("as_is", "sdpa"):
         model.zero_grad()
         before = gauge.current()
         gauge.reset()
-        root.call((), {"input_ids": x, "labels": x, "use_cache": False}).loss.backward()
+        root.running(input_ids=x, labels=x, use_cache=False).loss.backward()
         peaks[level] = gauge.peak().allocated - before
     root.take_back()
 print(json.dumps(peaks))

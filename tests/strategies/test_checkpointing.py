@@ -103,7 +103,7 @@ def trained(rooted: Rooted, drops: tuple[float, float], level: str | None) -> li
 def flops(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> int:
     """Return the floating-point operations of a forward and a backward pass."""
     with FlopCounterMode(display=False) as counter:
-        held.call((x,), {}).sum().backward()
+        held.running(x).sum().backward()
     module.zero_grad()
     return int(counter.get_total_flops())
 
@@ -125,7 +125,7 @@ def test_the_blocks_of_stages_run_again_once(
         attention = block.get_submodule("attention")
         attention.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
     held = rooted(module, checkpointing=level)
-    held.call((torch.randn(2, 3, 32, 32),), {}).pooler_output.sum().backward()
+    held.running(torch.randn(2, 3, 32, 32)).pooler_output.sum().backward()
     assert [calls.count(number) - 1 for number in range(len(blocks))] == again
 
 
@@ -173,7 +173,7 @@ def test_a_batch_is_counted_once(levels: dict[str, str], norm: str, rooted: Root
         for mode in (True, True, False):
             module.train(mode)
             x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
-            loss = held.call((x,), {}).square().sum()
+            loss = held.running(x).square().sum()
             loss.backward(retain_graph=True)
             loss.backward()
         held.take_back()
@@ -237,7 +237,7 @@ def test_what_runs_again_is_what_ran(
         module = made().double().train()
         held = rooted(module, **levels)
         for _ in range(2):
-            loss = held.call((torch.randn(6, 4, dtype=torch.float64),), {}).square().sum()
+            loss = held.running(torch.randn(6, 4, dtype=torch.float64)).square().sum()
             between(module)
             loss.backward()
             module.train()
@@ -253,11 +253,11 @@ def test_statistics_that_have_moved_are_no_longer_those_of_an_evaluation(rooted:
     module = stages().eval()
     held = rooted(module, checkpointing="all")
     x = torch.randn(6, 4)
-    held.call((x,), {}).sum().backward()
-    evaluated = held.call((x,), {}).sum()
+    held.running(x).sum().backward()
+    evaluated = held.running(x).sum()
     module.train()
     with torch.no_grad():
-        held.call((x,), {})
+        held.running(x)
     with pytest.raises(Refused, match="changed before its backward"):
         evaluated.backward()
 
@@ -286,7 +286,7 @@ def test_two_calls_under_one_autocast(level: str, rooted: Rooted) -> None:
         held = rooted(module, **levels)
         module.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = held.call((x,), {}).float().sum() + held.call((2 * x,), {}).float().sum()
+            loss = held.running(x).float().sum() + held.running(2 * x).float().sum()
         loss.backward()
         found.append([p.grad for p in module.parameters()])
         held.take_back()
@@ -329,7 +329,7 @@ def test_a_block_that_runs_again_leaves_no_casts_of_its_weights(
         module = made()
         held = rooted(module, checkpointing=level)
         with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
-            output = held.call((given,), {})
+            output = held.running(given)
             found[level] = casts.held()
         del output
     (blocks,) = (each for each in module.modules() if isinstance(each, nn.ModuleList))
@@ -370,7 +370,7 @@ def kept_of(held: HarnessRoot, x: torch.Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = held.call((x,), {}).square().mean()
+        loss = held.running(x).square().mean()
     loss.backward()
     return sum(kept.values())
 
@@ -402,7 +402,7 @@ def test_what_the_script_has_compiled_is_checkpointed_as_well(how: str, rooted: 
             torch.testing.assert_close(parameter.grad, gradient)
         module.zero_grad()
         with torch.no_grad():
-            held.call((x,), {})
+            held.running(x)
     plain, half, whole, again = kept
     assert whole < 0.8 * half < 0.8 * 0.8 * plain
     assert again == plain

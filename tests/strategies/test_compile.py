@@ -104,7 +104,7 @@ def root_of(module: nn.Module, rooted: Rooted, *, strict: bool = True) -> Harnes
 def gradients(module: nn.Module, held: HarnessRoot, x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(1)
     module.zero_grad()
-    held.call((x,), {}).square().mean().backward()
+    held.running(x).square().mean().backward()
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
@@ -332,7 +332,7 @@ def test_within_its_budget_less_is_kept_for_backward(light: None, rooted: Rooted
         held.apply(Plan.of({"compile": level}))
         sizes: list[int] = []
         with saved_tensors_hooks(lambda t, into=sizes: into.append(t.nbytes) or t, lambda t: t):  # type: ignore[misc]
-            held.call((x,), {})
+            held.running(x)
         kept[level], found[level] = sum(sizes), gradients(module, held, x)
         held.take_back()
     assert kept["budget"] < 0.7 * kept["full"] <= 0.7 * kept["as_is"]
@@ -377,7 +377,7 @@ def test_the_scripts_own_error_is_not_its_fault(light: None, rooted: Rooted) -> 
     held = root_of(module, rooted)
     held.apply(Plan.of({"compile": "regional"}))
     with pytest.raises(ValueError, match="own") as caught:
-        held.call((torch.randn(2, 8),), {})
+        held.running(torch.randn(2, 8))
     assert get("compile").fault(caught.value) is None
     held.take_back()
 
@@ -392,7 +392,7 @@ def test_the_compilers_error_is_its_fault(monkeypatch: pytest.MonkeyPatch, roote
     held = root_of(module, rooted)
     held.apply(Plan.of({"compile": "regional"}))
     with pytest.raises(RuntimeError) as caught:
-        held.call((torch.randn(2, 8),), {})
+        held.running(torch.randn(2, 8))
     assert get("compile").fault(caught.value) == "torch.compile: RuntimeError: no code for this"
     held.take_back()
 
@@ -457,8 +457,8 @@ def test_a_chunk_that_drew_runs_again_as_it_was(light: None, rooted: Rooted) -> 
     found = gradients(module, held, x)
     assert Short.left == 0
     torch.testing.assert_close(found, expected)
-    assert held.chunked is not None
-    assert held.chunked.micro_batch < 4
+    assert held.splits.chunked is not None
+    assert held.splits.chunked.micro_batch < 4
     held.take_back()
 
 
@@ -486,12 +486,12 @@ def test_modules_of_torchs_own_are_compiled(
 
     monkeypatch.setattr(compile, "SETTINGS", {"backend": counted})
     held, x = root_of(module, rooted), torch.randn(5, 3, 8, requires_grad=True)
-    plain = held.call((x,), {})
+    plain = held.running(x)
     held.apply(Plan.of({"compile": level}))
-    torch.testing.assert_close(held.call((x,), {}), plain)
+    torch.testing.assert_close(held.running(x), plain)
     assert len(graphs) == 1, "once for all that are alike"
     held.take_back()
-    held.call((x,), {})
+    held.running(x)
     assert len(graphs) == 1
 
 

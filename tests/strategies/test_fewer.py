@@ -70,7 +70,7 @@ def gradients(call: Callable[..., Any], net: nn.Module, kwargs: Any) -> torch.Te
 
 
 def called(root: HarnessRoot) -> Callable[..., Any]:
-    return lambda **kwargs: root.call((), kwargs)
+    return lambda **kwargs: root.running(**kwargs)
 
 
 @pytest.mark.parametrize("split", [{}, {"micro_batch": "2"}], ids=["whole", "split"])
@@ -103,17 +103,17 @@ def test_evaluation_sees_the_whole(rooted: Rooted) -> None:
     net = Net()
     root = rooted(net, batch_size="quarter", sequence_length="half")
     with torch.no_grad():
-        assert root.call((), batch())["logits"].shape == (8, 6, 32)
+        assert root.running(**batch())["logits"].shape == (8, 6, 32)
 
 
 def test_what_is_refused(rooted: Rooted) -> None:
     net = Net()
     with pytest.raises(Refused, match="loss outside the model"):
-        rooted(net, batch_size="half").call((tokens(8, 6),), {})
+        rooted(net, batch_size="half").running(tokens(8, 6))
     with pytest.raises(Refused, match="same number of samples"):
-        rooted(net, batch_size="half").call((tokens(8, 6), tokens(4, 6)), {})
+        rooted(net, batch_size="half").running(tokens(8, 6), tokens(4, 6))
     with pytest.raises(Refused, match="no argument of the model looks like token ids"):
-        rooted(net, sequence_length="half").call((torch.randn(8, 6),), {})
+        rooted(net, sequence_length="half").running(torch.randn(8, 6))
     facts = Facts(
         roots=(
             RootFacts(

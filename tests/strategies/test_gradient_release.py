@@ -25,7 +25,7 @@ from autofit.strategies import Facts, RootFacts, get
 from autofit.strategies.optimizer_offload import host_steps
 from autofit.strategies.support.optimizers import PER_PARAMETER
 from autofit.worker import meter
-from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams, Watcher
 from autofit.worker.harness.patching.optimizers import Optimizers
 from autofit.worker.harness.patching.step_in_backward import PART
 from autofit.worker.harness.session.root import HarnessRoot
@@ -75,7 +75,7 @@ class Bench:
         if root.plan != self.plan:
             root.apply(self.plan)
         self.optimizers.prepare()
-        return root.call(args, {})
+        return root.running(*args)
 
     def train(self, net: Net, optimizer: Optimizer, start: int = 0, steps: int = STEPS) -> None:
         """Train as a simple script does."""
@@ -189,7 +189,12 @@ def test_gradients_are_gone_after_backward(bench: Bench, level: str, micro_batch
     optimizer = AdamW(net.parameters(), lr=1e-2)
     bench.plan = Plan.of({"gradient_release": level, "micro_batch": micro_batch})
     waiting: list[int] = []
-    bench.seams.handler.parameter_steps = lambda *_: waiting.append(held(net))  # type: ignore[method-assign]
+
+    class Steps(Watcher):
+        def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+            waiting.append(held(net))
+
+    bench.seams.watchers = (Steps(),)
     for step in range(2):
         optimizer.zero_grad()
         before = weights(net)
@@ -556,7 +561,7 @@ for level in ("as_is", "released"):
         before = gauge.current()
         gauge.reset()
         optimizers.prepare()
-        root.call((x,), {}).sum().backward()
+        root.running(x).sum().backward()
         optimizer.step()
     peaks[level] = gauge.peak().allocated - before
 print(json.dumps(peaks))

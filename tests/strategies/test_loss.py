@@ -117,7 +117,7 @@ def test_steps_are_the_plain_models(
     twin = copy.deepcopy(module)
     expected = trained(twin, twin)
     held = root(module, **levels)
-    found = trained(module, lambda **kwargs: held.call((), kwargs))
+    found = trained(module, lambda **kwargs: held.running(**kwargs))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)
 
@@ -130,7 +130,7 @@ def test_gradients_are_added_to_those_that_are_there(root: Any) -> None:
         module.zero_grad()
         held = None if levels is None else root(module, **levels)
         for kwargs in (one, other):
-            output = module(**kwargs) if held is None else held.call((), kwargs)
+            output = module(**kwargs) if held is None else held.running(**kwargs)
             (output[1] / 2).backward()
         gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
         expected = expected or gradients
@@ -149,7 +149,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, root: Any) -> None:
     module(**kwargs)[1].backward()
     expected = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
     module.zero_grad()
-    root(module).call((), kwargs)[1].backward()
+    root(module).running(**kwargs)[1].backward()
     found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -159,7 +159,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, root: Any) -> None:
 def test_a_batch_in_which_no_label_counts(root: Any) -> None:
     module, kwargs = Net(), batch()
     kwargs["targets"].fill_(-1)
-    loss = root(module).call((), kwargs)[1]
+    loss = root(module).running(**kwargs)[1]
     loss.backward()
     assert loss.isnan()
     assert module.head.weight.grad is not None
@@ -173,7 +173,7 @@ def test_in_bfloat16_the_gradient_is_no_further_off_than_the_plain_one(root: Any
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = gradient_of(module, module, kwargs)
     held = root(module, precision="bf16")
-    found = gradient_of(module, lambda **given: held.call((), given), kwargs)
+    found = gradient_of(module, lambda **given: held.running(**given), kwargs)
     assert (found - exact).norm() < 1.2 * (plain - exact).norm()
 
 
@@ -189,7 +189,7 @@ def test_the_script_still_gets_logits_where_it_asks(levels: dict[str, str], root
     torch.manual_seed(0)
     module, kwargs = Net(), batch()
     expected = module(**kwargs)[0].detach()
-    logits = root(module, **levels).call((), kwargs)[0]
+    logits = root(module, **levels).running(**kwargs)[0]
     assert isinstance(logits, Deferred)
     answers: Any = logits
     assert answers.shape == expected.shape
@@ -213,20 +213,20 @@ def test_a_loss_of_the_scripts_own_on_the_logits(root: Any) -> None:
     expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
     held = root(module)
-    logits, loss = held.call((), kwargs)
+    logits, loss = held.running(**kwargs)
     (loss + logits.square().mean()).backward()
     for found, plain in zip(module.parameters(), expected, strict=True):
         assert found.grad is not None
         assert torch.allclose(found.grad, plain, rtol=1e-9, atol=1e-11)
     held.take_back()
-    logits, loss = root(module, micro_batch="2").call((), kwargs)
+    logits, loss = root(module, micro_batch="2").running(**kwargs)
     with pytest.raises(Refused, match="differentiates the logits"):
         (loss + logits.square().mean()).backward()
 
 
 def test_logits_of_weights_that_are_gone_are_refused(root: Any) -> None:
     module = Net()
-    logits, loss = root(module).call((), batch())
+    logits, loss = root(module).running(**batch())
     loss.backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     with pytest.raises(Refused, match="after the weights have changed"):
@@ -237,10 +237,10 @@ def test_evaluation_is_the_plain_models(root: Any) -> None:
     module, kwargs = Net().eval(), batch()
     held = root(module)
     with torch.no_grad():
-        assert isinstance(held.call((), kwargs)[0], torch.Tensor)
+        assert isinstance(held.running(**kwargs)[0], torch.Tensor)
     module.train()
     with torch.no_grad():
-        logits, loss = held.call((), kwargs)
+        logits, loss = held.running(**kwargs)
         assert torch.allclose(functional.cross_entropy(*rows(logits, kwargs)), loss)
 
 
@@ -273,7 +273,7 @@ class Headless(Net):
 )
 def test_models_that_compute_no_such_loss(make: Call, reason: str, root: Any) -> None:
     with pytest.raises(Refused, match=reason):
-        root(make()).call((), batch())
+        root(make()).running(**batch())
 
 
 def test_a_head_that_does_more_is_refused(root: Any) -> None:
@@ -284,11 +284,11 @@ def test_a_head_that_does_more_is_refused(root: Any) -> None:
 
 
 def test_the_loss_is_differentiated_once(root: Any) -> None:
-    loss = root(Net()).call((), batch())[1]
+    loss = root(Net()).running(**batch())[1]
     loss.backward(retain_graph=True)
     with pytest.raises(Refused, match="backward twice"):
         loss.backward()
-    loss = root(Net()).call((), batch())[1]
+    loss = root(Net()).running(**batch())[1]
     with pytest.raises(Refused, match="create_graph"):
         loss.backward(create_graph=True)
 
@@ -348,7 +348,7 @@ def test_hugging_face_models(family: str, root: Any) -> None:
     for levels in ({}, {"micro_batch": "2"}, {"checkpointing": "all"}):
         module.zero_grad()
         held = root(module, **levels)
-        output = held.call((), kwargs)
+        output = held.running(**kwargs)
         output.loss.backward()
         held.take_back()
         assert isinstance(output.logits, Deferred)
@@ -453,7 +453,7 @@ for name, levels in plans.items():
         model.zero_grad()
         before = gauge.current()
         gauge.reset()
-        output = root.call((x, x), {})
+        output = root.running(x, x)
         output[1].backward()
         peaks[name] = gauge.peak().allocated - before
         del output

@@ -77,11 +77,11 @@ def test_the_model_sees_it_and_the_script_does_not(
     x = torch.randn(shape, dtype=torch.float64)
     expected = gradients(module, module, x)
     root, seen = rooted(module, **PLAN.levels), layouts(module)
-    found = gradients(module, lambda x: root.call((x,), {}), x)
+    found = gradients(module, lambda x: root.running(x), x)
     assert seen[0]
     assert all(seen) or x.ndim == 5, "a CPU's answers about volumes are laid out its own way"
     assert torch.allclose(found, expected, rtol=1e-10)
-    assert root.call((x,), {}).is_contiguous()
+    assert root.running(x).is_contiguous()
     for parameter in module.parameters():
         assert parameter.is_contiguous()
         assert parameter.grad is not None
@@ -89,7 +89,7 @@ def test_the_model_sees_it_and_the_script_does_not(
     seen.clear()
     module.eval()
     with torch.no_grad():
-        root.call((x,), {})
+        root.running(x)
     assert seen == [False] * 8, "evaluation is the script's own"
 
 
@@ -112,9 +112,9 @@ def test_it_stands_beside_others(
         module, x = module.float(), x.float()
     expected = gradients(module, module, x)
     root, seen = rooted(module, **{**PLAN.levels, **beside}), layouts(module)
-    gradients(module, lambda x: root.call((x,), {}), x)
+    gradients(module, lambda x: root.running(x), x)
     seen.clear()  # with the calls of the proof, some of which are plain
-    found = gradients(module, lambda x: root.call((x,), {}), x)
+    found = gradients(module, lambda x: root.running(x), x)
     assert len(seen) >= 8
     assert all(seen), "also without a graph, where another pass makes it"
     rounding = 0.05 if "precision" in beside else 1e-10
@@ -143,7 +143,7 @@ def test_it_takes_nothing_for_a_picture_that_is_none(rooted: Rooted) -> None:
     module = Frames()
     root = rooted(module, **PLAN.levels)
     features: list[torch.Tensor] = []
-    scores = root.call((frames, mask, features), {})["scores"]
+    scores = root.running(frames, mask, features)["scores"]
     assert scores.is_contiguous()
     assert len(features) == 1
 
@@ -151,7 +151,7 @@ def test_it_takes_nothing_for_a_picture_that_is_none(rooted: Rooted) -> None:
 def test_a_transformer_is_left_alone(rooted: Rooted) -> None:
     case = loss_outside(torch.randint(32, (5, 10)))
     root = rooted(case.module, **PLAN.levels)
-    assert case.loss(root.call((), case.kwargs)).isfinite()
+    assert case.loss(root.running(**case.kwargs)).isfinite()
 
 
 def test_where_it_applies() -> None:

@@ -326,7 +326,7 @@ def test_it_stands_beside_what_changes_the_model(
             for step in range(5):
                 optimizer.zero_grad()
                 x = batch(step, torch.float32)
-                y = root.call((x,), {}) if call is root else plain(x)
+                y = root.running(x) if call is root else plain(x)
                 (y.squeeze(-1) - x.mean(-1)).pow(2).mean().backward()
                 optimizer.step()
     finally:

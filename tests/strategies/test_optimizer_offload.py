@@ -212,7 +212,7 @@ def test_with_steps_in_backward_and_with_masters(under: Under, beside: str) -> N
             optimizer.zero_grad()
             under.optimizers.prepare()
             x = torch.randn(32, 96, generator=torch.Generator().manual_seed(step))
-            (root.call((x,), {}).squeeze(-1) - x.mean(-1)).pow(2).mean().backward()
+            (root.running(x).squeeze(-1) - x.mean(-1)).pow(2).mean().backward()
             assert GRADIENT.__get__(next(net.parameters())) is None
             optimizer.step()
         found.append({name: value.clone() for name, value in net.state_dict().items()})

@@ -41,7 +41,7 @@ def scaler(monkeypatch: pytest.MonkeyPatch) -> Scaler:
 def test_gradients_below_the_least_half_come_through(fp16: Root) -> None:
     model = nn.Linear(4, 1, bias=False)
     small = 2.0**-27  # half of the least float16 above zero is 2**-25
-    output = fp16(model).call((torch.ones(3, 4),), {})
+    output = fp16(model).running(torch.ones(3, 4))
     assert output.dtype is torch.float32
     (output * small).sum().backward()
     torch.testing.assert_close(model.weight.grad, torch.full((1, 4), 3 * small))
@@ -52,14 +52,14 @@ def test_a_step_that_overflowed_is_left_out(fp16: Root) -> None:
     root = fp16(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
-    (root.call((torch.ones(3, 4),), {}) * 1e4).sum().backward()
+    (root.running(torch.ones(3, 4)) * 1e4).sum().backward()
     assert model.weight.grad is not None
     assert not torch.isfinite(model.weight.grad).all()
     optimizer.step()
     torch.testing.assert_close(model.weight, before)
     for _ in range(20):
         optimizer.zero_grad()
-        (root.call((torch.ones(3, 4),), {}) * 1e4).sum().backward()
+        (root.running(torch.ones(3, 4)) * 1e4).sum().backward()
         optimizer.step()
     torch.testing.assert_close(model.weight.grad, torch.full((1, 4), 3e4), rtol=1e-3, atol=0.0)
     assert not torch.equal(model.weight, before)
@@ -139,7 +139,7 @@ def test_proofs_where_the_script_uses_the_newer_settings(levels: dict[str, str])
 
 def test_a_penalty_on_the_weights_outside_the_model_counts(fp16: Root) -> None:
     model = nn.Linear(4, 1, bias=False)
-    loss = fp16(model).call((torch.ones(3, 4),), {}).sum() / 8 + model.weight.sum()
+    loss = fp16(model).running(torch.ones(3, 4)).sum() / 8 + model.weight.sum()
     loss.backward()
     torch.testing.assert_close(model.weight.grad, torch.full((1, 4), 1.375), rtol=1e-3, atol=0.0)
 
@@ -147,7 +147,7 @@ def test_a_penalty_on_the_weights_outside_the_model_counts(fp16: Root) -> None:
 def test_a_gradient_that_leaves_through_an_argument_is_unscaled(fp16: Root) -> None:
     model = nn.Linear(4, 1, bias=False)
     x = torch.ones(3, 4, requires_grad=True)
-    fp16(model).call((x,), {}).mean().backward()
+    fp16(model).running(x).mean().backward()
     torch.testing.assert_close(x.grad, model.weight.detach().expand(3, 4) / 3, rtol=1e-3, atol=0.0)
 
 
@@ -170,7 +170,7 @@ def test_recurrent_and_tied_weights(fp16: Root) -> None:
     tokens = torch.randint(5, (3, 6))
     plain(tokens).square().mean().backward()
     names = [name for name, _ in ours.named_parameters()]
-    fp16(ours).call((tokens,), {}).square().mean().backward()
+    fp16(ours).running(tokens).square().mean().backward()
     for ours_each, plain_each in zip(ours.parameters(), plain.parameters(), strict=True):
         assert isinstance(ours_each, nn.Parameter)
         assert ours_each.grad is not None

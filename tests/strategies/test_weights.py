@@ -115,7 +115,7 @@ def train(
 
 
 def called(held: HarnessRoot) -> Callable[..., torch.Tensor]:
-    return lambda x: held.call((x,), {})
+    return lambda x: held.running(x)
 
 
 def values(module: nn.Module) -> torch.Tensor:
@@ -511,7 +511,7 @@ def test_a_model_that_is_split_as_it_comes_takes_the_batch_as_it_is(
             optimizer.zero_grad()
             (net(x) - 1).square().mean().backward()
             optimizer.step()
-        assert session.roots[0].chunked is not None
+        assert session.roots[0].splits.chunked is not None
         assert not session.facts.autocast  # it is the plan's, not the script's
         with torch.no_grad():
             assert float(net(x).mean()) > float(before.mean())
@@ -546,7 +546,7 @@ def test_pure_bf16_learns_where_rounding_to_nearest_stands_still(
     state = torch.get_rng_state()
     for _ in range(40):
         optimizer.zero_grad()
-        held.call((torch.ones(1, 64),), {})
+        held.running(torch.ones(1, 64))
         net.weight.grad = torch.full_like(net.weight, 0.0004)
         optimizer.step()
     assert torch.equal(torch.get_rng_state(), state)

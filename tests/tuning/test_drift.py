@@ -134,6 +134,8 @@ import os
 import time
 
 if "AUTOFIT_EVENTS_FD" in os.environ:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     from autofit import strategies
 
     strategy = type(strategies.get("{name}"))
@@ -151,7 +153,8 @@ if "AUTOFIT_EVENTS_FD" in os.environ:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             {how}
 
-        undo_step = root.before_step(before)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
+        undo_step = root.outliving(handle.remove)
 
         def undo_both():
             time.sleep = sleep

@@ -81,7 +81,7 @@ def split() -> Iterator[Callable[..., Callable[..., Any]]]:
 
         root = HarnessRoot(module, seams, calls, shortage)
         root.apply(Plan.of({"micro_batch": str(micro_batch)}))
-        return lambda *args, **kwargs: root.call(args, kwargs)
+        return lambda *args, **kwargs: root.running(*args, **kwargs)
 
     yield make
     calls.clear()

@@ -8,8 +8,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autofit.plan import Plan
+from autofit.strategies.base import Undo
+from autofit.worker.harness.session.root import HarnessRoot
 from tests.roots import Rooted
 from tests.strategies.sessions import under
 
@@ -40,8 +43,8 @@ def test_later_trainings_are_under_the_plan(held: bool) -> None:
             assert session.steps == (fold + 1) * STEPS - missed
             root = session.roots[-1]
             assert root.module is model
-            assert root.chunked is not None
-            assert root.chunked.micro_batch == 2
+            assert root.splits.chunked is not None
+            assert root.splits.chunked.micro_batch == 2
             assert len(session.facts.roots) == (fold + 1 if held else 1)
             if held:
                 kept.append((model, optimizer))
@@ -85,9 +88,13 @@ def test_two_optimizers_in_turn_count_once() -> None:
 def test_what_listens_for_a_model_goes_with_it(rooted: Rooted) -> None:
     heard: list[object] = []
     model, other = nn.Linear(5, 3), nn.Linear(5, 3)
-    root = rooted(model)
-    root.before_step(heard.append)
-    undo = rooted(other).before_step(heard.append)
+
+    def listening(root: HarnessRoot) -> Undo:
+        handle = register_optimizer_step_pre_hook(lambda *_: heard.append(root))
+        return root.outliving(handle.remove)
+
+    listening(rooted(model))
+    undo = listening(rooted(other))
     optimizer = torch.optim.SGD(other.parameters(), 0.1)
     optimizer.step()
     assert len(heard) == 2
@@ -120,4 +127,4 @@ def test_the_model_of_a_later_fold_is_the_same_root() -> None:
         for verified in (True, False):
             train()
             gc.collect()
-            assert session.proven() is verified
+            assert session.roots.proven() is verified

@@ -63,7 +63,7 @@ class Live(TorchDispatchMode):
 
 def state_of(run: RealRun) -> CallState:
     """Return what the calls of the run's root have shown."""
-    chunked = run.roots[0].chunked
+    chunked = run.roots[0].splits.chunked
     assert chunked is not None
     return chunked.state
 
@@ -235,7 +235,7 @@ def test_they_go_to_the_host_before_chunks_become_smaller(monkeypatch: pytest.Mo
             output = model(x, x)
             output["loss"].backward()
             model.zero_grad()
-        assert (state_of(run).rows, run.roots[0].micro_batch) == (Rows.ON_HOST, 2)
+        assert (state_of(run).rows, run.roots[0].splits.micro_batch) == (Rows.ON_HOST, 2)
         logits = output["logits"].clone()
         assert state_of(run).rows is Rows.ON_DEVICE
     torch.testing.assert_close(logits, model(x, x)["logits"])

@@ -64,9 +64,10 @@ class Split:
 
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.root.call(args, {})
-        waits = self.root.delay(args, {}, self.root.call, nullcontext)
-        return self.root.call(args, {}) if waits is None else waits
+            return self.root.running(*args)
+        again = lambda args, kwargs: self.root.running(*args, **kwargs)  # noqa: E731
+        waits = self.root.delay(args, {}, again, nullcontext)
+        return self.root.running(*args) if waits is None else waits
 
     def waiting(self, x: torch.Tensor) -> Any:
         """Return the output of a second call, which waits."""
@@ -327,12 +328,13 @@ def test_delayed_calls_run_before_the_weights_change(split: Any) -> None:
 def test_a_module_that_changes_is_noticed() -> None:
     said = []
 
-    class Told(Handler):
-        def module_changes(self) -> None:
+    class Waiting:
+        def run_before_change(self) -> None:
             said.append(True)
 
-    net = Net(3)
-    seams = Seams(Told())
+    net, waiting = Net(3), Waiting()
+    seams = Seams(Handler())
+    seams.delayed_calls.add(waiting)
     seams.attach()
     try:
         net.eval()

@@ -105,9 +105,9 @@ def step(tracer: Tracer, root: HarnessRoot, optimizer: torch.optim.Optimizer, se
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
     loss = tracer.call(root, True, (x,), {}, lambda: root.plain(x)).square().mean()
     loss.backward()
-    tracer.steps_now(optimizer)
+    tracer.optimizer_begins(optimizer)
     optimizer.step()
-    tracer.stepped(optimizer)
+    tracer.optimizer_stepped(optimizer)
     optimizer.zero_grad()
     tracer.close_step([float(loss.detach())])
 
@@ -194,9 +194,9 @@ def test_two_optimizers_count_and_tracing_leaves_the_draws_alone(model: Model) -
     x = torch.ones(8, 6)
     tracer.call(root, True, (x,), {}, lambda: root.plain(x)).square().mean().backward()
     for optimizer in (first, second):
-        tracer.steps_now(optimizer)
+        tracer.optimizer_begins(optimizer)
         optimizer.step()
-        tracer.stepped(optimizer)
+        tracer.optimizer_stepped(optimizer)
     tracer.close_step([1.0])
     trace = tracer.result()
     assert trace is not None

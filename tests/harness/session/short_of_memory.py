@@ -63,7 +63,7 @@ class Run(RealRun):
     def shortage(self, found: OutOfMemory) -> None:
         """Note it."""
         (root,) = self.roots
-        chunked = root.chunked
+        chunked = root.splits.chunked
         arrived = len(chunked.state.arrived(chunked.parameters)) if chunked is not None else 0
         arrived, self.emptied = arrived + self.emptied, 0
         self.met.append((found.phase, found.micro_batch, arrived))
@@ -130,9 +130,9 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     run.emptied = 0
     ChunkedCall._empty_gradients = lambda call: run.drop(call)  # type: ignore[method-assign,assignment]
     for root in run.roots:
-        if root.chunked is not None:
-            root.chunked.micro_batch = micro_batch
-            root.chunked.state.can_delay = loss_is == "waiting"
+        if root.splits.chunked is not None:
+            root.splits.chunked.micro_batch = micro_batch
+            root.splits.chunked.state.can_delay = loss_is == "waiting"
     torch.manual_seed(1)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     y = torch.randint(WIDTH, (BATCH,))
@@ -146,7 +146,7 @@ def step(run: Run, model: Deep, loss_is: str, micro_batch: int, fall: Fall | Non
     finally:
         gauge.set_cap(None)
     (root,) = run.roots
-    left = root.chunked.micro_batch if root.chunked is not None else 0
+    left = root.splits.chunked.micro_batch if root.splits.chunked is not None else 0
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return Step(gradients, float(loss.detach()), list(run.met), left)
 

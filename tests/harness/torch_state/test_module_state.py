@@ -92,7 +92,7 @@ def test_steps_of_several_calls(plain: Annealed, phase: str, most: int) -> None:
     for step in range(3):
         x = first * (step + 1)
         ours.most = most if step else 99
-        for output in (plain(x), root.call((x,), {})):
+        for output in (plain(x), root.running(x)):
             output.square().sum().backward()
     assert ours.calls == 3
     assert_alike(ours, plain)
@@ -103,7 +103,7 @@ def test_two_calls_before_one_backward(plain: Annealed) -> None:
     root = root_of(ours)
     root.apply(Plan.of({"micro_batch": "5"}))
     one, other = torch.randn(12, 6).double(), torch.randn(8, 6).double()
-    for outputs in ((plain(one), plain(other)), (root.call((one,), {}), root.call((other,), {}))):
+    for outputs in ((plain(one), plain(other)), (root.running(one), root.running(other))):
         (outputs[0].square().sum() + outputs[1].square().sum()).backward()
     assert_alike(ours, plain)
 

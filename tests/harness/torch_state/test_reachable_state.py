@@ -368,7 +368,7 @@ def test_what_each_call_moves_on_whatever_its_samples_moves_once(net: Net, roote
     plain, x = copy.deepcopy(net), torch.randn(8, 6).double()
     root = rooted(net, micro_batch="3")
     for _ in range(3):
-        for output in (plain(x), root.call((x,), {})):
+        for output in (plain(x), root.running(x)):
             output.square().mean().backward()
     root.take_back()
     assert not changes(now(plain), now(net))
@@ -399,7 +399,7 @@ def test_what_the_first_call_does_its_parts_all_do(rooted: Rooted) -> None:
     plain, x = copy.deepcopy(net), torch.randn(8, 6).double()
     root = rooted(net, micro_batch="3")
     for _ in range(2):
-        torch.testing.assert_close(root.call((x,), {}), plain(x))
+        torch.testing.assert_close(root.running(x), plain(x))
     root.take_back()
 
 

@@ -124,7 +124,7 @@ def split(
     rooted: Rooted, module: Body, *args: torch.Tensor, observed: bool = True
 ) -> Counter[Pass]:
     """Return the passes of the check of a split, and one that reads the shape of the graph."""
-    rooted_with(rooted, module, *args, observed=observed).layout(Batch.of(args, {}))
+    rooted_with(rooted, module, *args, observed=observed).splits.layout(Batch.of(args, {}))
     return Counter(module.passes)
 
 

@@ -93,7 +93,7 @@ def batch(samples: int = 8, width: int = 8, classes: int = 2) -> Batch:
 def proofs(root: HarnessRoot, of: Batch, rule: Rule = Rule.TOKENS) -> int:
     """Return how many calls of the model it takes to say how ``of`` is split."""
     before = len(CALLED)
-    layout = root.layout(of)
+    layout = root.splits.layout(of)
     assert [join.rule for join in layout.joins] == [rule]
     return len(CALLED) - before
 
@@ -140,7 +140,7 @@ def test_a_refusal_is_remembered_and_its_batch_is_not(process: Process) -> None:
         root = process.root(InPlace())
         for _ in range(2):
             with suppress(Refused):
-                root.layout(of := batch())
+                root.splits.layout(of := batch())
                 pytest.fail("it can be split")
             held = weakref.ref(of.leaves[0])
             del of
@@ -171,8 +171,8 @@ def test_a_number_that_varies_makes_no_other_kind_of_call(process: Process) -> N
 
 def test_class_weights_are_handed_on(process: Process) -> None:
     weighted = Net(weights=torch.tensor([1.0, 2.0, 3.0]))
-    layout = process.root(weighted).layout(batch())
-    again = process.root(Net(weights=torch.tensor([1.0, 2.0, 3.0]))).layout(batch())
+    layout = process.root(weighted).splits.layout(batch())
+    again = process.root(Net(weights=torch.tensor([1.0, 2.0, 3.0]))).splits.layout(batch())
     for each in (layout, again):
         labels = each.joins[0].labels
         assert labels is not None
@@ -184,7 +184,7 @@ def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
     proofs(process.root(Net()), batch())
     root = process.root(Net())
     assert proofs(root, batch()) == 0
-    root._layouts.forget()
+    root.splits.layouts.forget()
     assert proofs(process.root(Net()), batch()) > 0, "nor in the launches to come"
     assert proofs(root, batch()) > 0
 
@@ -192,17 +192,17 @@ def test_what_was_found_wrong_is_not_believed_again(process: Process) -> None:
 def test_modules_that_a_plan_has_replaced_make_no_other_kind_of_call(process: Process) -> None:
     assert proofs(process.root(Net()), batch()) > 0
     root, other = process.root(module := Net()), Block(8)
-    root._layouts.around(lambda: module.blocks.__setitem__(0, other))
+    root.splits.layouts.around(lambda: module.blocks.__setitem__(0, other))
     assert proofs(root, batch()) == 0
 
 
 def test_what_a_plan_leaves_in_the_model_makes_no_other_kind_of_call(process: Process) -> None:
     """Adapters stay there: the next plan with them would have been proven anew."""
     root = process.root(module := Net())
-    root._layouts.around(lambda: setattr(module.blocks[0], "adapter", nn.Linear(8, 8)))
+    root.splits.layouts.around(lambda: setattr(module.blocks[0], "adapter", nn.Linear(8, 8)))
     assert proofs(root, batch()) > 0
     root.take_back()
-    root._layouts.around(lambda: None)
+    root.splits.layouts.around(lambda: None)
     assert proofs(root, batch()) == 0
 
 

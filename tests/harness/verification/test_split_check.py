@@ -57,7 +57,7 @@ def split() -> Iterator[Callable[..., Callable[..., Any]]]:
 
         root = HarnessRoot(module, seams, calls, shortage)
         root.apply(Plan.of({"micro_batch": str(micro_batch)}))
-        return lambda *args, **kwargs: root.call(args, kwargs)
+        return lambda *args, **kwargs: root.running(*args, **kwargs)
 
     yield make
     calls.clear()
@@ -1186,7 +1186,8 @@ def test_what_could_not_be_decided_is_looked_at_again() -> None:
     for zeros in (True, False):
         x = torch.zeros(8, 8) if zeros else torch.randn(8, 8)
         with pytest.raises(Refused, match="cannot be verified") if zeros else nullcontext():
-            assert [join.rule for join in root.layout(Batch.of((x,), {})).joins] == [Rule.SAMPLES]
+            layout = root.splits.layout(Batch.of((x,), {}))
+            assert [join.rule for join in layout.joins] == [Rule.SAMPLES]
 
 
 def test_weights_of_zero_that_only_add_hide_nothing() -> None:
@@ -1262,11 +1263,11 @@ def test_padding_that_comes_later_is_verified_at_once(
     model = WordLoss(pads)
     root = rooted(model)
     words = torch.randint(1, 50, (8, 12))
-    first = root.layout(Batch.of((words,), {}))
+    first = root.splits.layout(Batch.of((words,), {}))
     assert first.joins[0].rule is (Rule.TOKENS if pads else Rule.SAMPLES)
     model.sizes.clear()
     words[0, :5] = 0
-    assert root.layout(Batch.of((words,), {})).joins == first.joins
+    assert root.splits.layout(Batch.of((words,), {})).joins == first.joins
     assert len(model.sizes) == 0
 
 
@@ -1292,10 +1293,11 @@ def test_a_batch_of_another_kind_is_verified_again(rooted: Callable[..., Harness
     model = Kinds()
     root = rooted(model)
     kinds = torch.arange(8) % 3
-    assert root.layout(Batch.of((torch.randn(8, 5), kinds), {})).joins[0].rule is Rule.SAMPLES
+    layout = root.splits.layout(Batch.of((torch.randn(8, 5), kinds), {}))
+    assert layout.joins[0].rule is Rule.SAMPLES
     model.sizes.clear()
     with pytest.raises(Refused, match="add up"):
-        root.layout(Batch.of((torch.randn(8, 5), kinds + 1), {}))
+        root.splits.layout(Batch.of((torch.randn(8, 5), kinds + 1), {}))
     assert model.sizes
 
 
@@ -1317,10 +1319,10 @@ def test_a_batch_of_another_kind_is_refused_at_other_weights_too(
     model = GatedPads()
     root = rooted(model)
     words = torch.randint(1, 50, (8, 12))
-    assert root.layout(Batch.of((words,), {})).joins[0].rule is Rule.SAMPLES
+    assert root.splits.layout(Batch.of((words,), {})).joins[0].rule is Rule.SAMPLES
     words[0, :5] = 0
     with pytest.raises(Refused, match="do not add up"):
-        root.layout(Batch.of((words,), {}))
+        root.splits.layout(Batch.of((words,), {}))
 
 
 class Iterated(nn.Module):

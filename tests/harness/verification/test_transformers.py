@@ -108,7 +108,7 @@ def split() -> Iterator[Callable[[nn.Module], Callable[..., Any]]]:
 
         root = HarnessRoot(module, seams, calls, shortage)
         root.apply(Plan.of({"micro_batch": "3"}))
-        return lambda **kwargs: root.call((), kwargs)
+        return lambda **kwargs: root.running(**kwargs)
 
     yield make
     calls.clear()
@@ -169,17 +169,17 @@ def test_their_switch_makes_no_new_kind_of_call(level: str) -> None:
     own = llama()
     root = HarnessRoot(own, Seams(None), Calls(), lambda *_: False)  # type: ignore[arg-type]
     batch = Batch.of((), without_cache(own, tokens(False)))
-    root.layout(batch)
+    root.splits.layout(batch)
     assert root.proof.proofs == 1
     root.apply(Plan.of({"checkpointing": level}))
-    root.layout(batch)
+    root.splits.layout(batch)
     proofs = root.proof.proofs
     assert proofs == 1
     vars(own)["scale"] = 2.0  # the script's own change, which may matter
-    root.layout(batch)
+    root.splits.layout(batch)
     assert root.proof.proofs == proofs + 1
     root.take_back()
-    root.layout(batch)
+    root.splits.layout(batch)
     assert root.proof.proofs == proofs + 1
 
 

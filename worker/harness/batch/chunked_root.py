@@ -37,6 +37,7 @@ from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch.call_state import CallState
+from autofit.worker.harness.batch.chunk_runs import ChunkRuns
 from autofit.worker.harness.batch.chunked_call import ChunkedCall, UnknownGraph
 from autofit.worker.harness.batch.ddp import DdpReduction
 from autofit.worker.harness.batch.evaluation import Evaluation, FindValues
@@ -77,14 +78,18 @@ InOnePiece = Callable[[str, Forward, Any, Any], Any]
 class VerifiedLayouts(Protocol):
     """The verified layouts of one root, as far as its chunked calls use them."""
 
-    def verify_again(self, kind: Any, batch: Batch, shape: str) -> Layout:
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
         """Verify a kind of call on ``batch``, whose autograd graph has the new ``shape``.
 
         Raises ``Refused`` if the split does not hold on it.
         """
 
     def unknown_graph(
-        self, kind: Any, outputs: Sequence[Any], parameters: Sequence[torch.Tensor], nodes: int
+        self,
+        layout: Layout,
+        outputs: Sequence[Any],
+        parameters: Sequence[torch.Tensor],
+        nodes: int,
     ) -> str | None:
         """Return the shape of the graph behind ``outputs``; ``None`` if it was verified.
 
@@ -232,7 +237,7 @@ class ChunkedRoot:
             except UnknownGraph as unknown:
                 if last:
                     raise Refused(UNKNOWN_GRAPH, SPLIT) from None
-                self._layouts.verify_again(layout.kind, batch, unknown.shape)
+                self._layouts.verify_again(layout, batch, unknown.shape)
             except Refused as refusal:  # the verified layout does not hold for this batch
                 if _is_of_other_strategy(refusal):
                     raise
@@ -245,7 +250,7 @@ class ChunkedRoot:
                 self._has_split = True
                 if (
                     self.state.can_delay
-                    and not call.inputs
+                    and not call.runs.inputs
                     and _has_one_row_a_sample(layout, output)
                 ):
                     outline = torch.empty_like(output, device="meta")
@@ -278,9 +283,7 @@ class ChunkedRoot:
 
     def unknown_graph(self, layout: Layout, outputs: Sequence[Any], nodes: int) -> str | None:
         """Return the shape of a chunk's autograd graph; ``None`` if it was verified."""
-        if layout.kind is None:
-            return None
-        return self._layouts.unknown_graph(layout.kind, outputs, self.own, nodes)
+        return self._layouts.unknown_graph(layout, outputs, self.own, nodes)
 
     def delay(
         self,
@@ -344,7 +347,7 @@ class ChunkedRoot:
             except UnknownGraph as unknown:
                 shape = unknown.shape
             try:
-                return together(self._layouts.verify_again(layout.kind, call.batch, shape))()
+                return together(self._layouts.verify_again(layout, call.batch, shape))()
             except Refused as refusal:
                 if self._in_one_piece is None or _is_of_other_strategy(refusal):
                     raise
@@ -399,8 +402,8 @@ class ChunkedRoot:
         ``incoming`` has the gradient of each output that the script uses. ``state`` and
         ``ambient`` are the random state and the autocast state of the forward.
         """
-        call = ChunkedCall(self, forward, batch, self._find_layout(batch, gradients=True))
-        call.finish(incoming, parameters, state, ambient)
+        runs = ChunkRuns(self, forward, batch, self._find_layout(batch, gradients=True))
+        runs.finish(incoming, parameters, state, ambient)
 
     def refuse_listeners(self) -> None:
         """Raise ``Refused`` if a hook of the script would see the gradient of each chunk."""

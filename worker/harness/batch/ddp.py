@@ -129,14 +129,19 @@ class _Visit(torch.autograd.Function):
         return (None,) * int(ctx.count)
 
 
-def to_device(wrapper: DistributedDataParallel, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments on the wrapper's device, as its module gets them."""
-    if not wrapper.device_ids or not (args or kwargs):
+def to_device(outer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call of ``outer`` as the model gets them.
+
+    ``DistributedDataParallel`` moves them to its device.
+    """
+    if not isinstance(outer, DistributedDataParallel) or not outer.device_ids:
+        return args, kwargs
+    if not (args or kwargs):
         return args, kwargs
     from torch.distributed.utils import _to_kwargs
 
-    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
-    stream = wrapper.use_side_stream_for_tensor_copies
+    device = torch.device(outer.device_type, outer.device_ids[0])
+    stream = outer.use_side_stream_for_tensor_copies
     found, named = _to_kwargs(args, kwargs, device, stream)
     return found[0], named[0]
 

@@ -13,46 +13,105 @@ longer add early.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
+from autofit.worker.harness.batch.call_state import equal_factors
+from autofit.worker.harness.batch.chunk_runs import ChunkRuns
+from autofit.worker.harness.batch.layout import Batch
+from autofit.worker.harness.batch.outputs import without_graph
 from autofit.worker.harness.patching.gradient_reads import marks
+from autofit.worker.harness.torch_state.undo import temporarily
 
 CHANGED = "the script changed gradients between the model's forward and its backward"
 
 
 class EarlyGradients:
-    """What one call has added to ``.grad`` of its parameters, and has not yet been told to."""
+    """What one call has added to ``.grad`` of its parameters, until the script's backward."""
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor, arguments: list[Any]
-    ) -> None:
-        """``factor``: what the gradients are multiplied by.
+    def __init__(self, runs: ChunkRuns, loss: int, factor: torch.Tensor) -> None:
+        """``loss``: the position of the loss among the outputs.
 
-        ``arguments``: the flattened arguments of the call, without graphs.
+        ``factor``: what the gradients were multiplied by.
         """
-        self.factor = factor
-        self.arguments = arguments
-        self._parameters = parameters
-        self._marks = marks(parameters)
-        self._own = {id(each) for each in parameters}
+        self.over = False
+        """The script's backward has come, or the gradients were taken back."""
+        self._runs = runs
+        self._loss = loss
+        self._factor = factor
+        self._arguments = [without_graph(each) for each in runs.batch.leaves]
+        self._marks = marks(runs.parameters)
+        self._own = {id(each) for each in runs.parameters}
+        self._state, seams = runs.owner.state, runs.owner.seams
+        self._state.adds(self.take_back)
+        seams.delayed_calls.add(self)
+        self._stop_listening = seams.gradient_reads.listen(self._read)
 
-    def concerns(self, parameter: torch.Tensor) -> bool:
-        """Return whether the call has added to ``parameter``."""
-        return id(parameter) in self._own
+    def _read(self, parameter: torch.Tensor) -> None:
+        if not self.over and id(parameter) in self._own:
+            self._state.take_back()
 
-    def unchanged_and_replaced(self) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    def run_before_change(self) -> None:
+        """Take the gradients back: the model is about to change."""
+        if not self.over:
+            self._state.take_back()
+
+    def take_back(self) -> None:
+        """Subtract what was added; the script's backward, if it comes, adds everything."""
+        if self.over:
+            return
+        self._end()
+        kept, _ = self._unchanged_and_replaced()
+        if kept:
+            with temporarily(self._runs, "batch", Batch(self._arguments, self._runs.batch.spec)):
+                self._runs.run_again({self._loss: -self._factor}, kept)
+
+    def settle(
+        self,
+        incoming: dict[int, torch.Tensor | None],
+        present: Sequence[int],
+        saved: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        """Make the gradients what the script's backward asks for.
+
+        ``incoming``: the gradients of outputs, by their positions; ``present``: those that are not
+        ``None``. ``saved`` as for ``ChunkedCall.backward``.
+        """
+        self._end()
+        self._state.added()
+        kept, lost = self._unchanged_and_replaced()
+        came = incoming.get(self._loss)
+        right = present == [self._loss] and came is not None and equal_factors(self._factor, came)
+        if right and not lost:
+            return
+        missing = -self._factor if came is None else came - self._factor
+        self._state.another_factor(lost=bool(lost))
+        self._runs.restore_arguments(saved)
+        try:
+            if lost:
+                self._runs.run_again(incoming, lost)
+            if kept and not right:
+                self._runs.run_again({**incoming, self._loss: missing}, kept)
+        finally:
+            self._runs.drop_arguments()
+
+    def _end(self) -> None:
+        self.over = True
+        self._runs.owner.seams.delayed_calls.discard(self)
+        self._stop_listening()
+
+    def _unchanged_and_replaced(self) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
         """Return the parameters that still have what was added, and those that do not.
 
         Raises ``Refused`` if the script has changed a gradient in place: its share is unknown.
         """
         kept, lost = [], []
-        now = marks(self._parameters)
-        for parameter, before, after in zip(self._parameters, self._marks, now, strict=True):
+        parameters = self._runs.parameters
+        pairs = zip(parameters, self._marks, marks(parameters), strict=True)
+        for parameter, before, after in pairs:
             if before is not None and after is not None and before[0] == after[0]:
                 if before != after:
                     raise Refused(CHANGED, SPLIT)

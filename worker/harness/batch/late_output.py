@@ -1,6 +1,5 @@
 """Outputs of a divided call whose entries are there only if the script uses them.
 
-``DelayedOutput`` is the base of these and of outputs that wait for their loss (``lazy_output``).
 A model that gets labels returns its loss and its logits. Few scripts read the logits. Those of the
 whole batch may need as much memory as the weights. Chunks compute them again (``late_rows``), and
 ranks gather them (``ranks.shared_call``).
@@ -12,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from autofit.worker.harness.torch_state.delayed_output import DelayedOutput, materialize
 
 CHANGED = "the model or its arguments changed between its call and the use of its output"
 TENSOR = torch.Tensor
@@ -44,32 +44,6 @@ OWN: set[Any] = {
     TENSOR.stride,
 }
 """Functions that do not need the entries of an output."""
-
-
-class DelayedOutput(torch.Tensor):
-    """An output of a call whose entries are computed when something uses them."""
-
-    def value(self) -> torch.Tensor:
-        """Return the actual tensor, with its graph."""
-        raise NotImplementedError
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute the output for calls that bypass Python; its own node passes on the gradients."""
-        args, kwargs = tree_map(
-            lambda each: each.value().detach() if isinstance(each, DelayedOutput) else each,
-            (tuple(args), kwargs or {}),
-        )
-        return func(*args, **kwargs)
-
-
-def materialize(value: Any, kind: type[DelayedOutput] = DelayedOutput) -> Any:
-    """Return ``value`` with the actual tensors in the place of delayed outputs."""
-    if not any(isinstance(leaf, kind) for leaf in tree_leaves(value)):
-        return value
-    return tree_map(lambda each: each.value() if isinstance(each, kind) else each, value)
 
 
 class LateOutput(DelayedOutput):

@@ -2,7 +2,7 @@
 
 A *layout* says which tensor arguments have a batch dimension and which dimension that is. For each
 output it has the rule by which the chunks' outputs become the output of the batch. ``split_check``
-finds the layout, and ``chunked_call`` uses it.
+finds the layout with the rules that ``split_rules`` compares, and ``chunked_call`` uses it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Join:
 
     @property
     def scalar(self) -> bool:
-        """Whether the output is one number for the whole batch."""
+        """Whether the chunks' outputs are added with weights to one number for the batch."""
         return self.rule in (Rule.SAMPLES, Rule.TOKENS, Rule.SUM)
 
 

@@ -24,15 +24,10 @@ from autofit.strategies import SPLIT
 from autofit.strategies.base import Forward
 from autofit.worker.harness.batch import loss_functions
 from autofit.worker.harness.batch.call_state import CallState
-from autofit.worker.harness.batch.late_output import (
-    CHANGED,
-    METADATA,
-    DelayedOutput,
-    LateOutput,
-    materialize,
-)
+from autofit.worker.harness.batch.late_output import CHANGED, METADATA, LateOutput
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.patching.observers import Seams, plain_backward
+from autofit.worker.harness.torch_state.delayed_output import DelayedOutput, materialize
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 
 TOO_LATE = "the script asks for the gradient of the model's output after computing the loss"

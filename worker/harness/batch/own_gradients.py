@@ -16,7 +16,8 @@ from torch.autograd.graph import GradientEdge
 
 from autofit.exceptions import Refused
 from autofit.strategies import SPLIT
-from autofit.worker.harness.batch.chunked_call import CREATE_GRAPH, ChunkedCall, sum_of
+from autofit.worker.harness.batch.chunk_runs import sum_of
+from autofit.worker.harness.batch.chunked_call import CREATE_GRAPH, ChunkedCall
 from autofit.worker.harness.patching.observers import plain_grad
 from autofit.worker.harness.torch_state.graph import edges_of, walk
 

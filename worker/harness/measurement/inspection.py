@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -33,10 +34,11 @@ from autofit.worker.harness.measurement.moments import (
     moments,
 )
 from autofit.worker.harness.measurement.same_batches import SameBatches
+from autofit.worker.harness.measurement.stages import end_script
 from autofit.worker.harness.measurement.timeline import timeline
-from autofit.worker.harness.measurement.trial import end_script
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.patching.gradient_reads import gradient_of
+from autofit.worker.harness.patching.observers import Watcher
 from autofit.worker.harness.session.call_runner import OUTSIDE
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
@@ -55,11 +57,61 @@ from autofit.worker.records.inspection import (
 from autofit.worker.records.trials import (
     Finished,
     LaunchRequest,
-    Learned,
     OutOfMemory,
     PlanStarted,
     Shortage,
 )
+
+
+class Roles(Watcher):
+    """Marks the tensors of a session's models and optimizers in a log."""
+
+    def __init__(self, session: Session, log: AllocationLog) -> None:
+        self._session, self._log = session, log
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Mark the gradients that the step uses."""
+        self._optimizers[id(optimizer)] = optimizer
+        self.mark_gradients()
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Mark the optimizer's state."""
+        paths = {id(p): path for path, m in self._modules() for p in m.parameters(recurse=False)}
+        tables = (nn.Embedding, nn.EmbeddingBag)  # their state stays in 32 bits
+        embeddings = {id(m.weight) for _, m in self._modules() if isinstance(m, tables)}
+        for parameter, state in optimizer.state.items():
+            small = parameter.numel() < SMALL or id(parameter) in embeddings
+            for tensor in tree_leaves(state):
+                path = paths.get(id(parameter), "")
+                self._log.mark(tensor, TensorKind.OPTIMIZER_STATE, path, quantized=not small)
+
+    def mark_weights(self) -> None:
+        """Mark parameters and buffers."""
+        for model in self._session.modules():
+            self._log.modules.learn(model)
+        for path, module in self._modules():
+            for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+                self._log.mark(tensor, TensorKind.WEIGHTS, path)
+
+    def mark_gradients(self) -> None:
+        """Mark the gradients of the parameters."""
+        for path, module in self._modules():
+            for parameter in module.parameters(recurse=False):
+                self._log.mark(gradient_of(parameter), TensorKind.GRADIENTS, path)
+
+    def mark_all(self) -> None:
+        """Mark whatever exists now."""
+        self.mark_weights()
+        self.mark_gradients()
+        for optimizer in self._optimizers.values():
+            self.optimizer_stepped(optimizer)
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield each module of the roots, with its name."""
+        for root in self._session.modules():
+            for module in root.modules():
+                yield self._log.modules.name_of(module), module
 
 
 class InspectedRun(Session):
@@ -79,22 +131,21 @@ class InspectedRun(Session):
         """``fake_gpu``: where the script runs, if the card is not here."""
         assert request.inspection is not None, "it is asked for"
         self._fake_gpu = fake_gpu
-        super().__init__(meter, ranks=request.ranks, phases=reporter.phases)
-        self.index = 0
-        self.over = False
+        super().__init__(meter, ranks=request.ranks, phases=reporter.phases, tell=reporter.send)
         self._asked_for: Inspection = request.inspection
         self._plan = request.plans[0]
         self._reporter = reporter
         self._batches = SameBatches()
         self.seams.order = self._batches.next
         self._log = AllocationLog(meter.device, self._phase_now, lambda: allocator_of(meter))
+        self._roles = Roles(self, self._log)
+        self.seams.watchers = (self._roles,)
         self._graphs = leaks.Graphs()
         self._graph_open = False
         """A root was called with gradients, and backward has not ended."""
         self._began = 0
         """Index of the first operation of the present backward pass."""
         self._backwards: list[tuple[int, int]] = []
-        self._optimizers: dict[int, Optimizer] = {}
         self._clock = 0.0
         self._seconds: list[float] = []
         self._followed = 0
@@ -138,32 +189,32 @@ class InspectedRun(Session):
         """Return the plan."""
         return (self._plan,)
 
-    def learned(self) -> None:
-        """Report the facts."""
-        self._reporter.send(Learned(facts=self.facts))
-
     def shortage(self, found: OutOfMemory) -> None:
         """Report what held the memory."""
         self._send_failed(found.requested)
         self._reporter.send(Shortage(index=0, out_of_memory=found))
 
-    def describe_uncalled_model(self, error: BaseException) -> None:
-        """Learn the facts of a model that ran out of memory; report what held the memory."""
-        self._log.detach()
-        super().describe_uncalled_model(error)
-        self._send_failed(classify(error).requested)
-
-    def script_failed(self) -> None:
-        """Report what the script holds, in which a fake GPU could not follow it further."""
-        self._log.note_failure()
-        self._send_failed(None)
+    def script_failed(self, error: BaseException, *, short: bool) -> None:
+        """Report what holds the memory if it ran out, or when a fake GPU cannot follow further."""
+        if short:
+            self._log.detach()
+            super().script_failed(error, short=short)
+            self._send_failed(classify(error).requested)
+        if self._fake_gpu is not None:
+            self._log.note_failure()
+            self._send_failed(None)
 
     def call_begins(self) -> None:
         """Notice that a forward pass begins."""
         self._graph_open = True
 
-    def root_called(self, root: HarnessRoot) -> None:
-        """Count the call and learn the modules' names; end a script that has caught the end."""
+    def caller(
+        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Count a call; return what runs it, and notes what it returns.
+
+        Ends a script that has caught its end.
+        """
         if self.over:
             os._exit(0)
         self.step_calls.called(first=root is self.roots[0])
@@ -172,11 +223,6 @@ class InspectedRun(Session):
             self._blocks[root.module] = repeated_blocks(root.module)
             self._log.learn_blocks(self._blocks[root.module])
         self._compiles |= root.facts is not None and root.facts.compiled
-
-    def caller(
-        self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        """Return what runs a call, and notes what it returns."""
 
         def call() -> Any:
             if self._tries_split:
@@ -193,7 +239,7 @@ class InspectedRun(Session):
         """Learn whether calls of ``root`` can be split."""
         assert root.facts is not None, "the first step has described it"
         try:
-            attempt(lambda: root.layout(batch))
+            attempt(lambda: root.splits.layout(batch))
         except Refused as refusal:
             root.facts = replace(root.facts, unsplittable=str(refusal))
 
@@ -207,16 +253,7 @@ class InspectedRun(Session):
             self._backwards.append((self._began, self._log.now))
             self._log.lines = Lines()
             self._graph_open = False
-            self._mark_gradients()
-
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """Mark the gradients that the step uses."""
-        self._optimizers[id(optimizer)] = optimizer
-        self._mark_gradients()
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Mark the optimizer's state."""
-        self._mark_state(optimizer)
+            self._roles.mark_gradients()
 
     def boundary(self) -> None:
         """Begin to follow the peak, end following, or end the script.
@@ -229,7 +266,7 @@ class InspectedRun(Session):
         self.meter.sample()
         if self._tries_split:
             self._end()
-        checked = self.proven()
+        checked = self.roots.proven()
         self._log.step = self.steps
         self._graph_open = False
         if self.steps == 1 or (checked and self._result is None):
@@ -261,7 +298,7 @@ class InspectedRun(Session):
         self._batches.again(self.facts.calls_per_step)
         if self._fake_gpu is None:  # else its cache is that of a script without autofit
             self.meter.release()
-        self._mark_weights()
+        self._roles.mark_weights()
         self._backwards.clear()
         self._step_began = self._log.now + 1
         self._work_begins()
@@ -278,47 +315,11 @@ class InspectedRun(Session):
         self.meter.release()
         self.meter.reset()
 
-    # --- roles -----------------------------------------------------------------------------
-
-    def _mark_weights(self) -> None:
-        for root in self.roots:
-            if not root.alive:
-                continue
-            self._log.modules.learn(root.module)
-            for module in root.module.modules():
-                own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-                for tensor in own:
-                    self._log.mark(tensor, TensorKind.WEIGHTS, self._log.modules.name_of(module))
-
-    def _owners(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (self._log.modules.name_of(module), parameter)
-            for root in self.roots
-            if root.alive
-            for module in root.module.modules()
-            for parameter in module.parameters(recurse=False)
-        ]
-
-    def _mark_gradients(self) -> None:
-        for path, parameter in self._owners():
-            self._log.mark(gradient_of(parameter), TensorKind.GRADIENTS, path)
-
-    def _mark_state(self, optimizer: Optimizer) -> None:
-        paths = {id(parameter): path for path, parameter in self._owners()}
-        modules = (module for root in self.roots if root.alive for module in root.module.modules())
-        tables = (nn.Embedding, nn.EmbeddingBag)  # their state stays in 32 bits
-        embeddings = {id(module.weight) for module in modules if isinstance(module, tables)}
-        for parameter, state in optimizer.state.items():
-            small = parameter.numel() < SMALL or id(parameter) in embeddings
-            for tensor in tree_leaves(state):
-                path = paths.get(id(parameter), "")
-                self._log.mark(tensor, TensorKind.OPTIMIZER_STATE, path, quantized=not small)
-
     # --- the result ------------------------------------------------------------------------
 
     def _summarize(self) -> None:
         """Summarize the followed steps; nothing is followed after them."""
-        self._mark_weights()
+        self._roles.mark_weights()
         classes = max((root.classes for root in self.facts.roots), default=0)
         growths = leaks.growths(self._log, self._log.step - self._followed, self._graphs)
         self._result = Inspected(
@@ -374,10 +375,7 @@ class InspectedRun(Session):
         """Send what held the memory when an allocation failed."""
         if self._sent or self._result is not None:
             return
-        self._mark_weights()
-        self._mark_gradients()
-        for optimizer in self._optimizers.values():
-            self._mark_state(optimizer)
+        self._roles.mark_all()
         moment = failed_moment(self._log)
         self._log.detach()
         if moment is not None and (moment.peak or self._fake_gpu is None):
@@ -393,11 +391,10 @@ class InspectedRun(Session):
             )
 
     def _end(self) -> NoReturn:
-        self.over = True
         if self._tries_split:
             self.learn(roots=tuple(root.facts for root in self.roots if root.facts is not None))
         self._send()
-        end_script(self._reporter, self.steps)
+        end_script(self, self._reporter)
 
     def script_ended(self) -> None:
         """Report what was followed before the script ended by itself."""

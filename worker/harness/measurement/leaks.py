@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -62,6 +63,8 @@ class Graphs:
     """Notices the graphs of earlier steps that still exist: a mark in a node ends with the node."""
 
     def __init__(self) -> None:
+        self.held: list[int] = []
+        """Bytes that tensors hold on the device after each step, as far as that was noted."""
         self._marks: dict[int, list[weakref.ref[_Mark]]] = defaultdict(list)
 
     def note(self, output: Any, step: int) -> None:
@@ -72,10 +75,10 @@ class Graphs:
                 mark = metadata[_STEP] = _Mark(step)
                 self._marks[step].append(weakref.ref(mark))
 
-    def growth(self, first: int, now: int, size: int = 0) -> Growth | None:
+    def growth(self, first: int, now: int) -> Growth | None:
         """Return the growth if a graph of each step since ``first`` is left after ``now`` steps.
 
-        ``size``: bytes by which the device's memory grows in a step. The nodes are in host memory.
+        Its size is that on the device; the nodes are in host memory.
         """
         steps = _steps_to_free(first, now)
         if not steps or not self._left(steps):
@@ -84,8 +87,15 @@ class Graphs:
         if not self._left(steps):
             return None
         holder, held_at = self.holder(steps)
+        # The first step may differ: a script validates, say, after each step.
+        grown = min((after - before for before, after in pairwise(self.held)), default=0)
         return Growth(
-            size=size, count=0, made=None, operation=NODES, holder=holder, held_at=held_at
+            size=max(0, grown),
+            count=0,
+            made=None,
+            operation=NODES,
+            holder=holder,
+            held_at=held_at,
         )
 
     def _left(self, steps: range) -> bool:

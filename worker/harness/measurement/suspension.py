@@ -1,4 +1,4 @@
-"""A call of the model in which the script waits while plans are probed."""
+"""A call of the model in which the script waits while plans are probed, and which calls can be."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import SPLIT, Number
 from autofit.strategies.base import AS_IS
-from autofit.worker.harness.measurement.probe import NotProbed, Prober, Rest, Shortage
+from autofit.worker.harness.measurement.probe import (
+    NotProbed,
+    Prober,
+    Rest,
+    Shortage,
+    has_gradients,
+)
+from autofit.worker.harness.measurement.step_meter import StepMeter
 from autofit.worker.harness.patching.observers import inside
+from autofit.worker.harness.rescue.standby import Graph
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
+from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.oom.attempt import free_frames
+from autofit.worker.oom.attempt import free_frames, is_shortage
 from autofit.worker.oom.classifier import ErrorKind, classify
 from autofit.worker.records.phases import PROBE
 from autofit.worker.records.trials import Measurement
@@ -107,7 +117,7 @@ class Suspension:
                 raise Refused(reason, strategy.name)
         self._root.take_back()
         self._root.apply(plan.with_number(Number.SAMPLES, AS_IS))
-        if self._root.acts_beyond_calls:
+        if self._root.has_outermost or self._session.seams.readers:
             raise NotProbed("the plan also changes code outside the model's calls")
         self.plan = plan
         self._session.optimizers.prepare()
@@ -124,3 +134,71 @@ class Suspension:
         if plan.chunk is not None and not self.prober.runs_apart(plan.chunk):
             return Refused(NOT_APART, SPLIT)
         return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", blamed)
+
+
+class ProbeSite:
+    """Knows whether plans can be probed at a call, and lets the script wait there."""
+
+    def __init__(self, session: Session, steps: StepMeter) -> None:
+        self.suspension: Suspension | None = None
+        """The call in which the script waits; ``None`` while it runs."""
+        self._session, self._steps = session, steps
+        self._held_at_call = False
+        """Gradients existed at the present call of the script as it is."""
+        self._frees = False
+        """The script frees gradients between the call and its backward."""
+
+    def possible(self) -> bool:
+        """Return whether plans can be probed: there is one model on one rank, with a batch."""
+        alive = self._session.roots.alive
+        return (
+            self._steps.ranks.alone
+            and len(alive) == 1
+            and self._session.facts.batch is not None
+            and not alive[0].ranks.weights_sharded
+            and not isinstance(alive[0].outer, nn.parallel.DistributedDataParallel)
+        )
+
+    def suspend(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        """Let the script wait in this call, if plans can be probed at it."""
+        if self.possible() and not transformed():
+            self._steps.tracer.stop()  # probes change the state of optimizers
+            with suppress(NotProbed):
+                self.suspension = Suspension(
+                    self._session, self._steps.compiling, root, args, kwargs, frees=self._frees
+                )
+
+    def resume(self) -> None:
+        """Let a script that waits go on."""
+        suspension, self.suspension = self.suspension, None
+        if suspension is not None:
+            suspension.close()
+
+    def call_begins(self, *, neutral: bool) -> None:
+        """Notice a call of the script; ``neutral``: it runs as it is."""
+        self._held_at_call = neutral and has_gradients(self._parameters())
+
+    def backward_begins(self) -> None:
+        """Notice whether the script has freed the gradients since its call."""
+        if self._held_at_call:
+            self._frees = not has_gradients(self._parameters())
+
+    def drop_graph(self, tensors: Any) -> None:
+        """Free the graph of a failed backward pass; the step that follows has zero gradients."""
+        Graph(tensors).release()
+        meter, parameters = self._session.meter, self._parameters()
+        for parameter in parameters:
+            parameter.grad = None
+        meter.release()
+        try:
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        except Exception as error:
+            if not is_shortage(error, meter.short):
+                raise
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        modules = self._session.modules()
+        return [p for module in modules for p in module.parameters() if p.requires_grad]

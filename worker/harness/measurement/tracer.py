@@ -25,6 +25,7 @@ from autofit.worker.harness.measurement.fingerprint import (
     shape_of,
     together,
 )
+from autofit.worker.harness.patching.observers import Watcher
 from autofit.worker.harness.patching.weight_views import WeightViews
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.session.script_facts import tf32_on
@@ -86,7 +87,7 @@ def _while_it_works(
     return guarded
 
 
-class Tracer:
+class Tracer(Watcher):
     """Traces the first steps of a session. The session reports events in order until ``full``."""
 
     def __init__(self, views: WeightViews | None = None) -> None:
@@ -94,6 +95,8 @@ class Tracer:
         self._views = views
         self.full = False
         """Tracing has ended."""
+        self.index = 0
+        """The plan under which tracing began."""
         self._sketcher: Sketcher | None = Sketcher()
         self._rows: dict[int, int] = {}
         """Maps the ``id`` of a parameter to its row."""
@@ -205,7 +208,7 @@ class Tracer:
     # --- the optimizers --------------------------------------------------------------------
 
     @_while_it_works
-    def steps_now(self, optimizer: Optimizer) -> None:
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Sketch the parameters before an optimizer step."""
         for row, parameter in self._parameters(optimizer):
             if row not in self._stepped:
@@ -232,7 +235,7 @@ class Tracer:
             described.rounding = finest * float(self._before[row].norm())
 
     @_while_it_works
-    def stepped(self, optimizer: Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Sketch the gradients, and the changes of the parameters.
 
         This comes after the step, because a strategy's hook may drop gradients before it, and
@@ -276,15 +279,21 @@ class Tracer:
 
     # --- the end ---------------------------------------------------------------------------
 
-    def close_step(self, losses: Sequence[float]) -> None:
-        """Finish the traced step; restore the models after the last one."""
+    def close_step(self, losses: Sequence[float], index: int = 0) -> bool:
+        """Finish the traced step; restore the models after the last one.
+
+        ``index``: of the present plan. Returns whether the step was traced.
+        """
         if self.full:
-            return
+            return False
+        if not self._steps:
+            self.index = index
         self._step.losses = tuple(losses)
         self._steps.append(self._step)
         self._step = _Step()
         if len(self._steps) == CHECKED:
             self.stop()
+        return True
 
     def stop(self) -> None:
         """Stop tracing, and restore the models."""

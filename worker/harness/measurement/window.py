@@ -12,11 +12,13 @@ from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies.support.block_levels import more_blocks
 from autofit.units import format_size
-from autofit.worker.harness.parent.agreement import Figures
+from autofit.worker.harness.parent.agreement import Figures, Seen
 from autofit.worker.meter import Meter, Peak
 from autofit.worker.oom import classifier
 from autofit.worker.records.trials import Measurement, OutOfMemory
 
+LONG = 8.0
+"""Seconds of measured steps after which a window ends early."""
 PRESSED = "the allocator empties its cache in step after step"
 WARM_UP = 1
 """Steps dropped after every change, while caches and the optimizer's state are filled."""
@@ -98,8 +100,8 @@ class Window:
         self.pressed = any(each.pressed for each in ranks)
         peak = reduce(Peak.worst, (each.peak for each in ranks))
         return Measurement(
-            micro_batch=self.plan.samples(facts.batch or 1) if self.size is None else self.size,
-            effective_batch=self.effective_batch(facts, share),
+            micro_batch=self.plan.chunk or self.plan.samples(facts.batch or 1),
+            effective_batch=max(1, round(self.plan.effective_batch(facts) * share)),
             step_seconds=tuple(self.seconds),
             peak_allocated=peak.allocated,
             peak_reserved=peak.reserved,
@@ -114,46 +116,42 @@ class Window:
         )
 
     @property
-    def cold(self) -> bool:
-        """Whether the next step is one of the first after a change."""
-        return self.warm < WARM_UP
+    def full(self) -> bool:
+        """Whether the window ends: it has its steps, they took ``LONG``, or memory ran out."""
+        enough = len(self.counted) >= self.steps or sum(self.seconds) >= LONG
+        return enough or self.shortage is not None
 
-    def settles(self, changed: bool) -> bool:
-        """Return whether a step is dropped because something was checked or compiled in it."""
-        return changed and self.dropped < SETTLING
+    def add(self, step: Step, seen: Seen, traced: Peak | None, *, last_traced: bool) -> bool:
+        """Count a step, or drop it; return whether it counts.
 
-    def drop(self, *, anew: bool) -> None:
-        """Drop the step that has ended.
-
-        ``anew``: a check ran in the step, so the warm-up starts again.
+        ``seen``: the step on all ranks. ``traced``: the peak of a traced step. ``last_traced``: no
+        other step is traced, and the traced ones are as long as any.
         """
+        settling = (seen.proven or seen.compiled) and self.dropped < SETTLING
+        if self.check or not (traced or settling or self.warm < WARM_UP):
+            self.counted.append(step)
+            return True
         self.dropped += 1
-        self.warm = 0 if anew else self.warm + 1
+        # The warm-up starts again after a check.
+        self.warm = 0 if seen.proven and settling else self.warm + 1
+        if traced is not None and not settling:
+            if self.dropped > 1:  # the first step is longer
+                self.traced.append((step, traced))
+            if last_traced and sum(step.seconds for step, _ in self.traced) >= LONG:
+                self.count_traced()
+        return False
 
     @property
     def seconds(self) -> list[float]:
         """The duration of each step that counts."""
         return [step.seconds for step in self.counted]
 
-    def lasted(self, seconds: float) -> bool:
-        """Return whether the steps that count took at least ``seconds`` together."""
-        return sum(self.seconds) >= seconds
-
-    def effective_batch(self, facts: Facts, share: float) -> int:
-        """Return the samples in an optimizer step; ``share`` as for ``measurement``."""
-        return max(1, round(self.plan.effective_batch(facts) * share))
-
-    @property
-    def size(self) -> int | None:
-        """The samples in a chunk; ``None`` where the batch is not split."""
-        return self.plan.chunk
-
     def leaner(
         self, plan: Plan, measured: Sequence[tuple[Plan, Measurement]]
     ) -> list[tuple[Plan, Measurement]]:
         """Return the measurements of ``plan`` that need less memory than this, the fastest last."""
         own = [pair for pair in measured if pair[0].is_point_of(plan)]
-        leaner = [pair for pair in own if pair[1].leaner(self.size, self.plan.blocks)]
+        leaner = [pair for pair in own if pair[1].leaner(self.plan.chunk, self.plan.blocks)]
         return sorted(leaner, key=lambda pair: pair[1].seconds, reverse=True)
 
     def figures(self, peak: Peak, compiled: float, refused: int) -> Figures:
@@ -193,15 +191,6 @@ class Window:
             micro_batch=measurement.micro_batch,
             checkpointing=measurement.checkpointing,
         )
-
-    def keep_traced(self, step: Step, peak: Peak) -> None:
-        """Store a traced step, except the first one."""
-        if self.dropped > 1:
-            self.traced.append((step, peak))
-
-    def traced_for(self, seconds: float) -> bool:
-        """Return whether the stored traced steps took at least ``seconds`` together."""
-        return sum(step.seconds for step, _ in self.traced) >= seconds
 
     def count_traced(self) -> None:
         """Count the traced steps too, because the script has too few others."""

@@ -28,6 +28,7 @@ from autofit.strategies.base import Forward, Load, Reader, Undo, Weights, Wrappe
 from autofit.worker.harness.patching.gradient_reads import GradientReads
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.patching.weight_views import WeightViews
+from autofit.worker.harness.torch_state.delayed_output import DelayedOutput
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import temporarily
 
@@ -44,8 +45,11 @@ class Handler(Protocol):
     def inner_call(self) -> None:
         """Note the call of a submodule of a root, while the session still looks for roots."""
 
-    def backward(self, tensors: Any, run: Callable[[], None]) -> None:
-        """Run a backward pass from ``tensors`` that the script started."""
+    def backward(self, tensors: Any, inputs: Any, run: Callable[[], None]) -> None:
+        """Run a backward pass from ``tensors`` that the script started.
+
+        ``inputs``: for these only, if not ``None``.
+        """
 
     def grad(
         self, outputs: Any, inputs: Any, options: dict[str, Any], run: Callable[[], Any]
@@ -54,15 +58,6 @@ class Handler(Protocol):
 
         ``options``: its other arguments. ``run`` makes the call.
         """
-
-    def backward_to(self, inputs: Any) -> None:
-        """Note a backward pass for ``inputs`` only."""
-
-    def given(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments for a custom autograd function, called with ``args``."""
-
-    def module_changes(self) -> None:
-        """Note that the script is about to set an attribute of a module."""
 
     def optimizer_made(self) -> None:
         """Note that the script creates an optimizer. It may also have created another model."""
@@ -73,11 +68,27 @@ class Handler(Protocol):
     def step_begins(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` is about to step."""
 
-    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        """Note that one parameter is about to step by itself inside backward."""
-
     def step_ended(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped. May raise to end the script."""
+
+
+class Watcher:
+    """Follows the training of a session; notices nothing by default."""
+
+    def loss(self, value: torch.Tensor) -> None:
+        """Notice a scalar that the script differentiates."""
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` is about to step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Notice that ``optimizer`` has stepped, before the step is counted."""
+
+    def parameter_steps(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Notice that one parameter is about to step during backward."""
+
+    def differentiates(self) -> None:
+        """Notice that the script differentiates for chosen inputs, not for all parameters."""
 
 
 class DelayedCall(Protocol):
@@ -92,6 +103,8 @@ class Seams:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
+        self.watchers: tuple[Watcher, ...] = ()
+        """What follows the training."""
         self.knows_optimizers = True
         """The optimizers tell what trains: the script has made each after ``attach``, and one of
         them before its first backward."""
@@ -263,12 +276,12 @@ class Seams:
                 plain(tensors, *args, **kwargs)
                 return
             self.knows_optimizers &= bool(self._optimizers)
-            if kwargs.get("inputs") is not None:
-                self.handler.backward_to(kwargs["inputs"])
+            if (inputs := kwargs.get("inputs")) is not None:
+                self._differentiates()
             self.keeps_graph = _is_partial(args, kwargs)
             self.unit_node = _unit_node(tensors, args, kwargs)
             try:
-                self.handler.backward(tensors, lambda: plain(tensors, *args, **kwargs))
+                self.handler.backward(tensors, inputs, lambda: plain(tensors, *args, **kwargs))
             finally:
                 self.unit_node = None
 
@@ -279,6 +292,7 @@ class Seams:
             if self.inside:
                 return plain(outputs, inputs, *args, **kwargs)
             self.knows_optimizers &= bool(self._optimizers)
+            self._differentiates()
             options = dict(zip(_GRAD_OPTIONS, args, strict=False)) | kwargs
             self.keeps_graph = bool(options.get("retain_graph") or options.get("create_graph"))
             self.enter()  # a block that checkpointing recomputes now is no root
@@ -290,6 +304,10 @@ class Seams:
                 self.leave()
 
         return grad
+
+    def _differentiates(self) -> None:
+        for watcher in self.watchers:
+            watcher.differentiates()
 
     def _made(self, plain: Callable[..., None]) -> Callable[..., None]:
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -307,22 +325,23 @@ class Seams:
         return zero_grad
 
     def _apply(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Pass the arguments of the script's own autograd functions through the handler.
+        """Compute the delayed outputs among the arguments of the script's own autograd functions.
 
-        Their C++ code reads a tensor directly, so a lazy output among them must be computed first.
+        Their C++ code reads a tensor directly.
         """
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.inside and not torch.compiler.is_compiling():
-                args = self.handler.given(args)
+                args = tuple(x.value() if isinstance(x, DelayedOutput) else x for x in args)
             return plain(cls, *args, **kwargs)
 
         return apply
 
     def _set(self, plain: Callable[..., None]) -> Callable[..., None]:
         def __setattr__(module: nn.Module, name: str, value: Any) -> None:
-            if not self.inside and not torch.compiler.is_compiling():
-                self.handler.module_changes()
+            quiet = self.inside or torch.compiler.is_compiling()
+            if not quiet and self.delayed_calls:
+                self.run_delayed_calls()
             plain(module, name, value)
 
         return __setattr__

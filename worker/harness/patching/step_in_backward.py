@@ -147,7 +147,8 @@ class Release:
         if not self._stepped:
             self._settings = _settings(optimizer)
         for parameter in complete.values():
-            self._seams.handler.parameter_steps(optimizer, parameter)
+            for watcher in self._seams.watchers:
+                watcher.parameter_steps(optimizer, parameter)
         others = {id(each) for each in parameters(optimizer)} - complete.keys()
         self.steps = True
         try:

@@ -87,6 +87,7 @@ class ScriptLifecycle:
             error = error.error
         session = self._session
         index = session.index if session else 0
+        measured = session.measured_plan if session else None
         held = self._meter.current() if "torch" in sys.modules else None
         checked = in_check(error)
         where = None if checked else frames.place(error)
@@ -98,13 +99,11 @@ class ScriptLifecycle:
         short = self._meter.short()
         found = classify(error)
         out_of_memory = found.kind is ErrorKind.OOM or (short and found.kind is ErrorKind.SUSPECT)
-        if out_of_memory and session is not None:
-            session.describe_uncalled_model(error)
-            if self._reporter.rank and session.roots:
+        if session is not None:
+            session.script_failed(error, short=out_of_memory)
+            if out_of_memory and self._reporter.rank and session.roots:
                 # The leading rank may be killed before it reports what all have learned.
                 self._reporter.send(Learned(facts=session.facts))
-        if self._fake_gpu is not None and session is not None:
-            session.script_failed()
         frames.strip_our_frames(error)
         text = _traceback_text(error)
         if isinstance(error, Refused):
@@ -137,8 +136,8 @@ class ScriptLifecycle:
                 held=held,
                 started=session is None or bool(session.roots),
                 room=self._meter.available() if "torch" in sys.modules else None,
-                micro_batch=session.size if session else None,
-                checkpointing=session.checkpointing if session else None,
+                micro_batch=measured.chunk if measured else None,
+                checkpointing=measured.blocks if measured else None,
                 follows=found.follows,
             )
         )

@@ -41,6 +41,7 @@ from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.torch_state.undo import temporarily
 from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
+from autofit.worker.harness.verification.splits import Splits
 from autofit.worker.oom.attempt import free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
 
@@ -48,40 +49,6 @@ CREATE_GRAPH = "the script differentiates gradients (create_graph) through the m
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"
 UNKNOWN_GRAPH = "its autograd graph differs from those that were verified"
 TWICE = "Trying to backward through the graph a second time, without retain_graph=True before"
-
-
-class Owner(Protocol):
-    """What the calls need of the root they belong to (``session.root.HarnessRoot``)."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-
-    @property
-    def strict(self) -> bool:
-        """Whether a call that cannot be divided is refused, because the plan is measured."""
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether a call adds gradients to ``.grad`` by itself, as a call in chunks does."""
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """The model's parameters that require gradients, as of the last call of ``layout``."""
-
-    def layout(self, batch: Batch) -> Layout:
-        """Return how a call is divided; raise ``Refused`` if it cannot be."""
-
-    def unknown_graph(
-        self, layout: Layout, outputs: Sequence[Any], known: Iterable[torch.Tensor], nodes: int
-    ) -> str | None:
-        """Return the shape of the graph of a slice; ``None`` if it was verified.
-
-        ``known``: the parameters; ``nodes``: how many nodes the slice has made.
-        """
-
-    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
-        """Verify a layout on a call whose graph has a new ``shape``; raise ``Refused``."""
 
 
 class Sharded(Protocol):
@@ -109,14 +76,26 @@ class DividedCalls:
     """Divides the calls of one module among the ranks of ``group``."""
 
     def __init__(
-        self, owner: Owner, seams: Seams, group: RankGroup, statistics: SharedStatistics | None
+        self,
+        splits: Splits,
+        seams: Seams,
+        group: RankGroup,
+        statistics: SharedStatistics | None,
+        *,
+        strict: bool = False,
     ) -> None:
-        """``statistics``: those of BatchNorm; ``None`` for a module without one."""
-        self.owner = owner
+        """``statistics``: those of BatchNorm; ``None`` for a module without one.
+
+        ``strict``: a call that cannot be divided is refused, because the plan is measured.
+        """
+        self.splits = splits
+        self.strict = strict
         self.seams = seams
         self.group = group
         self.labels = LabelCheck(group)
         self.statistics = statistics
+        if statistics is not None:
+            splits.by_sample = statistics.by_sample
         self.reductions = Reductions(group, apart=statistics is not None)
         self.sharded: Sharded | None = None
         """Runs the calls if the plan shards the weights."""
@@ -130,7 +109,7 @@ class DividedCalls:
     @property
     def name(self) -> str:
         """The class of the module."""
-        return type(self.owner.module).__name__
+        return type(self.splits.root.module).__name__
 
     def divided(
         self,
@@ -162,7 +141,7 @@ class DividedCalls:
                 self.sharded.abandon_call()
             if reason or again or shape is None:
                 return reason or UNKNOWN_GRAPH
-            find = partial(self.owner.verify_again, layout, batch, shape)
+            find = partial(self.splits.layouts.verify_again, layout, batch, shape)
             layout, reason = self._agreed_on(batch, find)
             compared = True
         return reason
@@ -178,11 +157,11 @@ class DividedCalls:
         sizes = [batch.leaves[index].shape[0] for index in batched_arguments(batch, 0)[:1]]
         if sizes and sizes[0] < 2:  # no other dimension would be taken for the batch later
             return None, ""
-        return self._agreed_on(batch, lambda: self.owner.layout(batch))
+        return self._agreed_on(batch, lambda: self.splits.layout(batch))
 
     def tell_whole(self, reason: str) -> None:
         """Say that every rank runs a whole batch; raise ``Refused`` if a plan is measured."""
-        if self.owner.strict:
+        if self.strict:
             raise Refused(reason, RANKS)
         warnings.warn(f"autofit: every rank runs the whole batch: {reason}", stacklevel=2)
 
@@ -260,7 +239,7 @@ class SharedCall:
         tensors = ((i, x) for i, x in enumerate(batch.leaves) if isinstance(x, torch.Tensor))
         self._inputs = [i for i, tensor in tensors if tensor.requires_grad]
         """Positions of the arguments that require gradients."""
-        self.parameters: Sequence[nn.Parameter] = root.owner.trained
+        self.parameters: Sequence[nn.Parameter] = root.splits.watch.trained
         self._arguments: list[torch.Tensor] = []
         """This rank's slices of the arguments that require gradients."""
         self._local: list[Any] | None = None
@@ -301,7 +280,7 @@ class SharedCall:
             made = nodes_made()
             self._local, self._spec = self._forward()
             own = [_Output.of(each) for each in self._local]
-            shape = self._root.owner.unknown_graph(
+            shape = self._root.splits.layouts.unknown_graph(
                 self._layout, self._local, self._all_parameters(), nodes_made() - made
             )
         except Exception as error:
@@ -311,7 +290,7 @@ class SharedCall:
                 error, AutofitError
             )
             refused = isinstance(error, Refused) and error.strategy == SPLIT
-            if self._root.owner.strict or not (alone and (plain or refused)):
+            if self._root.strict or not (alone and (plain or refused)):
                 raise
             own = str(error)
             if plain:
@@ -358,7 +337,7 @@ class SharedCall:
 
     def _all_parameters(self) -> Iterator[torch.Tensor]:
         """Yield all parameters of the model, as its forward sees them; few calls read them."""
-        yield from self._root.owner.module.parameters()
+        yield from self._root.splits.root.module.parameters()
 
     def _trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that get gradients in the model, as its forward sees them."""
@@ -456,7 +435,7 @@ class SharedCall:
         with inside(self._root.seams), self._together(), hidden, _without_gradients(targets):
             if outputs and targets:
                 # A call in chunks adds several times; only the last sum is complete.
-                chunks = self._root.owner.accumulates
+                chunks = self._root.splits.chunked is not None
                 with nullcontext() if chunks else reduction.during():
                     plain_backward(outputs, received, retain_graph=keeps)
             found = [(self._cut, [each.grad for each in self._arguments])]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from autofit.worker.harness.ranks.lockstep import (
     same_generators,
     same_weights,
 )
-from autofit.worker.harness.ranks.shared_call import DividedCalls, Owner
+from autofit.worker.harness.ranks.shared_call import DividedCalls
 from autofit.worker.harness.torch_state.modules import transformed, without_cache
 from autofit.worker.harness.torch_state.undo import temporarily
+from autofit.worker.harness.verification.splits import Splits
 
 LEAST = 1 / 20
 """The share of a model's weights from which a submodule is worth the gathering of its output."""
@@ -39,24 +40,28 @@ class SharedRoot(DividedCalls):
 
     def __init__(
         self,
-        owner: Owner,
+        splits: Splits,
         seams: Seams,
         group: RankGroup,
         calls: Calls,
-        part: Callable[[nn.Module], DividedCalls],
+        splits_of: Callable[[nn.Module], Splits],
+        *,
+        strict: bool,
     ) -> None:
-        """``part`` returns what divides the calls of a submodule."""
-        joins = has_batch_norm(owner.module)
-        statistics = SharedStatistics(seams.patches, owner.module) if joins else None
-        super().__init__(owner, seams, group, statistics)
-        self.parts = InnerRoots(owner.module, calls, part)
+        """``splits_of`` tells how the calls of a submodule are split."""
+        module = splits.root.module
+        joins = has_batch_norm(module)
+        statistics = SharedStatistics(seams.patches, module) if joins else None
+        super().__init__(splits, seams, group, statistics, strict=strict)
+        self.parts = InnerRoots(module, calls, self._part)
+        self._splits_of = splits_of
         self._comparisons = Comparisons()
         self._follows = False
         """The arguments were not the same on all ranks: each call uses those of rank 0."""
         self._stale: list[torch.Tensor] = []
         """What calls have computed whole, so that rounding may differ between the ranks."""
         same_generators(group)
-        same_weights(group, self.name, _weights(owner.module))
+        same_weights(group, self.name, _weights(module))
 
     def remove(self) -> None:
         """Leave torch and the modules as they were."""
@@ -64,6 +69,12 @@ class SharedRoot(DividedCalls):
         self._stale = []
         if self.statistics is not None:
             self.statistics.remove()
+            self.splits.by_sample = nullcontext
+
+    def _part(self, module: nn.Module) -> DividedCalls:
+        """Return what divides the calls of a submodule, while those of the root run whole."""
+        statistics = self.statistics if has_batch_norm(module) else None
+        return DividedCalls(self._splits_of(module), self.seams, self.group, statistics)
 
     def around(self, run: Forward) -> Forward:
         """Return ``run``, a call of a batch, for a batch that is divided among ranks."""
@@ -87,7 +98,7 @@ class SharedRoot(DividedCalls):
         if self._stale:
             same_weights(self.group, self.name, self._stale)
             self._stale = []
-        batch = Batch.of(args, without_cache(self.owner.module, kwargs))
+        batch = Batch.of(args, without_cache(self.splits.root.module, kwargs))
         layout, reason = self.layout(batch)
         if self.sharded is not None:
             if reason:
@@ -110,7 +121,7 @@ class SharedRoot(DividedCalls):
         if reason and not divided:
             self.tell_whole(reason)
         inside = {id(each) for part in divided for each in _weights(part)}
-        self._stale = [each for each in _weights(self.owner.module) if id(each) not in inside]
+        self._stale = [each for each in _weights(self.splits.root.module) if id(each) not in inside]
         return output
 
 

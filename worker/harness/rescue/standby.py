@@ -36,11 +36,10 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from autofit.exceptions import Refused
-from autofit.strategies.base import Forward
-from autofit.worker.harness.batch.chunked_root import ChunkedRoot
-from autofit.worker.harness.batch.layout import Batch, Layout
+from autofit.strategies.base import Forward, Root
+from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.gradient_reads import Marks, marks
-from autofit.worker.harness.patching.observers import Seams, inside, plain_backward
+from autofit.worker.harness.patching.observers import Seams, Watcher, inside, plain_backward
 from autofit.worker.harness.torch_state.graph import (
     Edge,
     edges_of,
@@ -54,6 +53,7 @@ from autofit.worker.harness.torch_state.module_state import PLAIN_TYPES
 from autofit.worker.harness.torch_state.modules import version_of, without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
+from autofit.worker.harness.verification.splits import Splits
 from autofit.worker.oom.attempt import attempt, free_frames
 
 _OURS = "autofit"
@@ -131,15 +131,11 @@ class StateChanges:
         self._known = True
 
 
-class RescuedRoot(Protocol):
+class RescuedRoot(Root, Protocol):
     """What the rescue needs of a root."""
 
-    chunked: ChunkedRoot | None
-    """Runs the root in chunks; ``None`` where it runs whole."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
+    splits: Splits
+    """How its calls are split."""
 
     @property
     def forward(self) -> Forward:
@@ -152,12 +148,6 @@ class RescuedRoot(Protocol):
     @property
     def rerun(self) -> Forward:
         """What runs a call again from its start."""
-
-    def layout(self, batch: Batch) -> Layout:
-        """Return how a call is split; raise ``Refused`` if it cannot be."""
-
-    def split_from_now_on(self, micro_batch: int) -> None:
-        """Run this call and later ones in chunks."""
 
 
 @dataclass(eq=False)
@@ -201,7 +191,7 @@ class PlainCall:
         return without_cache(self.root.module, kwargs) is not kwargs
 
 
-class Standby:
+class Standby(Watcher):
     """Notes the calls of a run's roots, and finishes them in chunks when memory runs out."""
 
     def __init__(
@@ -329,8 +319,8 @@ class Standby:
 
         return receive
 
-    def grad(self) -> None:
-        """Notice that the script calls ``torch.autograd.grad``."""
+    def differentiates(self) -> None:
+        """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
         self._unusual = True
 
     # --- how to go on ----------------------------------------------------------------------
@@ -350,15 +340,21 @@ class Standby:
             raise Refused(UNUSUAL)
         root, batch = call.root, call.without_cache()
         with inside(self._seams), torch.enable_grad():
-            layout = root.layout(batch)
+            layout = root.splits.layout(batch)
         if layout.updates:
             raise Refused("the model counts its calls, and has counted this one already")
         size = layout.size(batch)
         if size < 2:
             raise Refused("a single sample cannot be split")
-        root.split_from_now_on(size)
-        assert root.chunked is not None
-        root.chunked.shrink(error, phase, size)
+        undo, chunked = root.split(size), root.splits.chunked
+        assert chunked is not None
+        try:
+            chunked.refuse_listeners()
+        except Refused:
+            undo()
+            raise
+        root.taken_back_by(undo)
+        chunked.shrink(error, phase, size)
 
     def _first_on_host(self, call: PlainCall, reason: str) -> Any:
         """Run a call with its saved tensors on the host; raise ``Refused`` if it does not fit."""
@@ -427,7 +423,7 @@ class Standby:
         gc.collect()
         now = RandomState.now()
         for call in calls:
-            split = call.splits and call.root.chunked is not None
+            split = call.splits and call.root.splits.chunked is not None
             if reason := "" if split else self._split(call, error, "backward"):
                 self._finish_on_host(call, graph, missing, reason)
             else:
@@ -440,7 +436,7 @@ class Standby:
         if {id(call) for call in graph.used} != {id(call) for call in calls}:
             raise Refused("memory ran out before backward reached the model")
         for call, outputs in graph.used.items():
-            if call.batch is None or (call.splits and call.root.chunked is not None):
+            if call.batch is None or (call.splits and call.root.splits.chunked is not None):
                 raise Refused("the model was called several times before this backward pass")
             if not call.noted:
                 raise Refused("autofit cannot follow the model's output")
@@ -459,7 +455,7 @@ class Standby:
                 )
 
     def _finish(self, call: PlainCall, graph: Graph, missing: set[int]) -> None:
-        chunked, batch = call.root.chunked, call.without_cache()
+        chunked, batch = call.root.splits.chunked, call.without_cache()
         assert chunked is not None
         incoming = {index: call.cotangents[index] for index in sorted(graph.used[call])}
         parameters = [p for p in chunked.parameters if id(p) in missing]

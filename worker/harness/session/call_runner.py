@@ -12,12 +12,13 @@ import torch
 
 from autofit.exceptions import Refused
 from autofit.plan import Plan
-from autofit.worker.harness.batch.late_output import materialize
 from autofit.worker.harness.patching.gradient_reads import ReadBeforeStep
 from autofit.worker.harness.patching.observers import Seams, inside
 from autofit.worker.harness.patching.optimizers import Optimizers
 from autofit.worker.harness.session import error_source
 from autofit.worker.harness.session.root import HarnessRoot
+from autofit.worker.harness.session.roots import Roots
+from autofit.worker.harness.torch_state.delayed_output import materialize
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
@@ -40,11 +41,15 @@ class CallRunner:
     seams: Seams
     reads: ReadBeforeStep
     optimizers: Optimizers
-    roots: list[HarnessRoot]
+    roots: Roots
     steps: int
     """Steps of the leading optimizer."""
     phase = OUTSIDE
     """What the script does now, for reports of errors."""
+    index = 0
+    """The position of the present plan among ``plans``."""
+    over = False
+    """The script was told to end."""
 
     def plans(self) -> tuple[Plan, ...]:
         """Return every plan that this session may apply."""
@@ -52,7 +57,7 @@ class CallRunner:
 
     def optimizer_plan(self) -> Plan:
         """Return the plan for the next optimizer step."""
-        return self.plans()[0]
+        return self.plans()[self.index]
 
     def plan_for(self, root: HarnessRoot) -> Plan:
         """Return the plan that ``root`` should run under now."""
@@ -60,6 +65,10 @@ class CallRunner:
 
     def refused(self, root: HarnessRoot, refusal: Refused) -> None:
         """Respond to a strategy that cannot keep its promise on ``root``."""
+        self.optimizer_refused(refusal)
+
+    def optimizer_refused(self, refusal: Refused) -> None:
+        """Respond to a strategy that cannot keep its promise on an optimizer."""
         raise refusal
 
     def shortage(self, found: OutOfMemory) -> None:
@@ -70,34 +79,30 @@ class CallRunner:
         """Respond to a shortage while a plan was undone: the model is in no defined state."""
         raise failure.error
 
-    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
-        """Return whether a failed call runs again under another plan."""
-        return False
-
     def call_succeeded(self, root: HarnessRoot) -> None:
         """Notice that a call with gradients succeeded."""
 
     def call_begins(self) -> None:
         """Notice that a call with gradients begins, before anything of it has run."""
 
-    def root_called(self, root: HarnessRoot) -> None:
-        """Notice a call with gradients of a root whose facts are known."""
-
     def caller(
         self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """Return what runs a call of ``root`` in the place of ``run``, which it calls."""
+        """Notice a call with gradients of a root whose facts are known.
+
+        Returns what runs the call in the place of ``run``, which it calls.
+        """
         return run
 
     def call_failed(self) -> None:
         """Notice that the script receives the error of a call or a backward pass."""
 
-    def can_shrink(self, phase: str) -> bool:
-        """Return whether a split call that ran out of memory continues in smaller chunks."""
-        return True
+    def can_retry(self) -> bool:
+        """Return whether a forward that runs out of memory can run again under another plan."""
+        return False
 
-    def retry_after_shortage(self, error: Exception) -> bool:
-        """Return whether a call that ran out of memory runs again."""
+    def retries(self, error: Exception) -> bool:
+        """Return whether a failed call runs again, perhaps under another plan."""
         return False
 
     def prepare_retry(self) -> None:
@@ -120,7 +125,7 @@ class CallRunner:
             return root.own_call(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.phase = "evaluation"
-            output = root.call(args, kwargs)
+            output = root.running(*args, **kwargs)
             self.phase = OUTSIDE
             return output
         with self._undone(root):
@@ -130,7 +135,6 @@ class CallRunner:
             self.reads.fresh = False
             if root.facts is None:
                 self.describe_root(root, args, kwargs)
-            self.root_called(root)
             run = partial(self._run, root, args, kwargs)
             return self._run_until_answered(root, self.caller(root, args, kwargs, run))
 
@@ -163,7 +167,7 @@ class CallRunner:
                 root.take_back()
                 self.refused(root, refusal)
             except Exception as error:
-                if not (self.retry_after_shortage(error) or self.retry_after_error(root, error)):
+                if not self.retries(error):
                     raise
                 free_frames(error)  # they hold the tensors that did not fit
                 root.take_back()
@@ -224,7 +228,7 @@ class CallRunner:
             raise error
         self.phase = phase
         self.shortage(self.out_of_memory(found, size))
-        return self.can_shrink(phase)
+        return not (phase == "forward" and self.can_retry())
 
     def out_of_memory(self, found: Diagnosis, size: int | None) -> OutOfMemory:
         """Return the report of a shortage; ``size``: the samples in the chunk."""

@@ -10,7 +10,6 @@ import torch
 
 from autofit.facts import RootFacts
 from autofit.worker.harness.batch.layout import Batch, Layout
-from autofit.worker.harness.session import script_facts
 from autofit.worker.harness.session.root import HarnessRoot
 from autofit.worker.harness.torch_state.compile_state import uncompiled
 from autofit.worker.harness.torch_state.guarded import beside
@@ -18,7 +17,11 @@ from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.fixed_draws import FixedDraws, without_dropout
-from autofit.worker.harness.verification.split_check import batched_arguments, preserved
+from autofit.worker.harness.verification.split_check import (
+    batch_dimension_uncertain,
+    batched_arguments,
+    preserved,
+)
 from autofit.worker.meter import Meter
 from autofit.worker.oom.attempt import attempt_model
 
@@ -39,7 +42,7 @@ def with_samples(
     kwargs = without_cache(root.module, kwargs)
     lost = "how many samples a call of the model has cannot be told"
     batch = beside(lambda: Batch.of(args, kwargs), None, lost)
-    if batch is None or not script_facts.batch_dimension_uncertain(facts, batch):
+    if batch is None or not batch_dimension_uncertain(facts, batch):
         return facts
     for dim in (0, 1):
         batched = batched_arguments(batch, dim)

@@ -15,10 +15,12 @@ from autofit.host import read
 from autofit.plan import Plan
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.patching.observers import Seams
-from autofit.worker.harness.session.script_facts import batch_dimension_uncertain
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.guarded import beside
-from autofit.worker.harness.verification.split_check import batched_arguments
+from autofit.worker.harness.verification.split_check import (
+    batch_dimension_uncertain,
+    batched_arguments,
+)
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.records.trials import FirstSteps
 

@@ -9,7 +9,7 @@ import torch
 from autofit.exceptions import Refused, UsageError, WorkerError
 from autofit.facts import RootFacts
 from autofit.plan import Plan
-from autofit.worker.harness.parent.agreement import Figures, Peers, Seen, common
+from autofit.worker.harness.parent.agreement import Figures, Peers, common
 from autofit.worker.harness.parent.pipe import Reporter
 from autofit.worker.harness.verification.proof_cache import ProofRecord
 from autofit.worker.records.trials import Event
@@ -35,9 +35,12 @@ class RankAgreement(Peers):
         self._agreed: Refused | None = None
         """The last refusal that all ranks share."""
 
-    def tell(self, event: Event) -> None:
-        """Report an event that is the same on every rank; only the leading rank sends it."""
-        if self.leads:
+    def tell(self, event: Event, *, for_all: bool = False) -> None:
+        """Report an event that is the same on every rank; only the leading rank sends it.
+
+        ``for_all``: this rank sends it, because it ends the launch.
+        """
+        if for_all or self.leads:
             self._reporter.send(event)
 
     def turn_to(self, proof: ProofRecord, plan: Plan, turn: Callable[[bool], bool]) -> None:
@@ -78,14 +81,6 @@ class RankAgreement(Peers):
         if first:
             self.share = share
         return found
-
-    def measurement(self, own: Figures) -> tuple[Figures, ...]:
-        """Return the figures of every rank, measured in the same window."""
-        return self.agree("a measurement", own)
-
-    def step(self, own: Seen) -> Seen:
-        """Return the optimizer step as all ranks together saw it."""
-        return Seen.by_all(self.agree("an optimizer step", own))
 
     def figures_at_end(self, own: Figures | None) -> tuple[Figures, ...]:
         """Return the figures of every rank once all have reached the end of the script.

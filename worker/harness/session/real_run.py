@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autofit.exceptions import Refused
-from autofit.facts import RootFacts
 from autofit.plan import Plan
 from autofit.strategies import Number
 from autofit.strategies.support.block_levels import more_blocks
@@ -25,15 +24,15 @@ from autofit.worker.harness.session.first_steps import FirstStepsMeter
 from autofit.worker.harness.session.root import HarnessRoot, RunPolicy
 from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.harness.verification.plan_check import shows_in_calls
+from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter, accelerator
 from autofit.worker.oom.attempt import count_survived, is_shortage
 from autofit.worker.oom.classifier import ErrorKind, classify, classify_retries
 from autofit.worker.records.trials import (
+    Event,
     InOnePiece,
     LaunchRequest,
-    Learned,
     OutOfMemory,
     Pressed,
     Ran,
@@ -44,6 +43,101 @@ from autofit.worker.records.trials import (
 LEANER = 0.95
 """After a shortage, a fallback must have a peak below this share of the present plan's."""
 UNVERIFIED = "this plan was not verified for this model before the run"
+
+
+class Fallbacks:
+    """Plans by their position: the run's at 0, then the fallbacks, each of which is used once."""
+
+    def __init__(self, plans: Sequence[Plan], peaks: Sequence[int]) -> None:
+        """``peaks``: bytes that each plan occupied when measured; empty or 0 if not measured."""
+        self.plans = [*plans]
+        self._peaks = [*(peaks or (0,) * len(plans))]
+        self.left = list(range(1, len(plans)))
+        """Positions of the fallbacks that are left."""
+
+    def with_more_blocks(self, now: int) -> list[int]:
+        """Return the fallbacks that only checkpoint more blocks than the plan at ``now``."""
+        plan, peak = self.plans[now], self._peaks[now]
+        return [
+            n
+            for n in self.left
+            if more_blocks(self.plans[n].blocks, plan.blocks)
+            and self.plans[n].with_number(Number.BLOCKS, plan.blocks) == plan
+            and self._peaks[n] < LEANER * peak
+        ]
+
+    def leaner(self, now: int) -> list[int]:
+        """Return the fallbacks that are known to need less memory than the plan at ``now``."""
+        peak = self._peaks[now]
+        return [n for n in self.left if 0 < self._peaks[n] < LEANER * peak]
+
+    def neutral(self) -> int | None:
+        """Return the position of the script as it is, if the run can still change to it."""
+        return next((n for n in self.left if self.plans[n].neutral and self._follows(n)), None)
+
+    def add(self, plan: Plan) -> None:
+        """Let the run fall back to ``plan`` first."""
+        self.plans.append(plan)
+        self._peaks.append(0)
+        self.left.insert(0, len(self.plans) - 1)
+
+    def take(self, now: int, blamed: str | None, among: Sequence[int] | None = None) -> int | None:
+        """Use the next fallback, in which the ``blamed`` strategy has not the level it has now.
+
+        ``now``: position of the present plan. ``among``: the fallbacks to choose from. Returns
+        ``None`` if none is left.
+        """
+        plan = self.plans[now]
+        for n in self.left if among is None else among:
+            other = self.plans[n]
+            wrong = blamed and other[blamed] == plan[blamed]
+            if self._follows(n) and not wrong and other != plan:
+                self.left.remove(n)
+                return n
+        return None
+
+    def _follows(self, index: int) -> bool:
+        return self.plans[index].follows(self.plans[0].fixed)
+
+
+class Headroom:
+    """Watches the allocator of a run for retries, each of which empties its cache."""
+
+    def __init__(self, session: Session, tell: Callable[[Event], None]) -> None:
+        self._session, self._tell = session, tell
+        self._retries: deque[int] = deque(maxlen=3)
+        """Retries after each of the last steps."""
+        self._before = 0
+        """Retries up to the first step."""
+
+    @property
+    def retries(self) -> int:
+        """Retries since the first step."""
+        return self._session.meter.retries() - self._before
+
+    def begin(self) -> None:
+        """Count retries from now on."""
+        self._before = self._session.meter.retries()
+
+    def watch(self) -> None:
+        """Halve the chunks once the allocator empties its cache in two steps in a row.
+
+        The allocator then waits for the device and allocates anew. Steps are already slow, and a
+        shortage is near.
+        """
+        session = self._session
+        chunked = [each.splits.chunked for each in session.roots]
+        split = [each for each in chunked if each is not None and each.micro_batch > 1]
+        if not split:
+            return
+        self._retries.append(session.meter.retries())
+        if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
+            return
+        for each in split:
+            each.micro_batch = -(-each.micro_batch // 2)
+        size = max(each.micro_batch for each in split)
+        self._tell(Pressed(micro_batch=size, retries=self._retries[-1], steps=session.steps))
+        self._retries.clear()
 
 
 class RealRun(Session):
@@ -66,24 +160,17 @@ class RealRun(Session):
         """
         known = Known(tell=reporter.send, of=0 if group else reporter.rank)
         known.hear(request.proven)
-        super().__init__(meter, known, request.ranks, group)
-        self.index = 0
-        self.over = False
-        self._plans = [*request.plans]
-        self._peaks = [*(request.peaks or (0,) * len(request.plans))]
-        self._left: list[int] = list(range(1, len(request.plans)))
-        """Positions of the fallbacks that are left."""
+        super().__init__(meter, known, request.ranks, group, tell=reporter.send)
+        self._fallbacks = Fallbacks(request.plans, request.peaks)
         self._reporter = reporter
-        self._retries: deque[int] = deque(maxlen=3)
-        """Retries of the allocator after each of the last steps."""
-        self._retries_before = 0
-        """Retries up to the first step."""
+        self._headroom = Headroom(self, reporter.send)
         self._standby = Standby(
             self.seams,
-            self._is_shortage,
-            lambda: bool(self._more_blocks()),
+            lambda error: is_shortage(error, meter.short),
+            self.can_retry,
             partial(self._in_one_piece, on_host=True),
         )
+        self.seams.watchers = (self._standby,)
         self._whole: set[tuple[str, bool]] = set()
         """The reasons told so far why calls run in one piece."""
         self._start: RandomState | None = None
@@ -92,20 +179,19 @@ class RealRun(Session):
         """Calls of all roots since the last backward pass; their graphs still exist."""
         self._broken: tuple[int, str, str | None] | None = None
         """The plan under which a call failed, the error, and the strategy at fault."""
-        self._first: FirstStepsMeter | None = None if reporter.rank else self._first_steps()
+        self._first: FirstStepsMeter | None = None
+        """Measures the first steps, on the first rank."""
+        if reporter.rank == 0:
+            self._first = FirstStepsMeter(self.plan, meter, self.seams)
 
     @property
     def plan(self) -> Plan:
         """The present plan."""
-        return self._plans[self.index]
+        return self._fallbacks.plans[self.index]
 
     def plans(self) -> tuple[Plan, ...]:
         """Return the plan of the run, then its fallbacks."""
-        return tuple(self._plans)
-
-    def optimizer_plan(self) -> Plan:
-        """Return the present plan; it applies from the first optimizer on."""
-        return self.plan
+        return tuple(self._fallbacks.plans)
 
     # --- another plan ----------------------------------------------------------------------
 
@@ -113,7 +199,7 @@ class RealRun(Session):
         """Continue under a fallback; end the run if there is none."""
         if self._open_graphs > 1 or not self._falls_back(str(refusal), refusal.strategy):
             raise refusal
-        self._restart_call()
+        self.prepare_retry()
 
     def optimizer_refused(self, refusal: Refused) -> None:
         """Step under a fallback; end the run if there is none."""
@@ -127,33 +213,24 @@ class RealRun(Session):
         culprit = error_source.blamed(error.__traceback__, self.plan)
         return self._falls_back(_first_line(error), culprit)
 
-    def retry_after_shortage(self, error: Exception) -> bool:
+    def retries(self, error: Exception) -> bool:
+        """Continue under a leaner plan after a shortage, and without a plan after another error."""
+        return self._leaner_after(error) or self._neutral_after(error)
+
+    def _leaner_after(self, error: Exception) -> bool:
         """Continue under a leaner plan after a shortage in a call, if one is left."""
-        if self._open_graphs > 1 or not self._is_shortage(error):
+        if self._open_graphs > 1 or not is_shortage(error, self.meter.short):
             return False
-        peak = self._peaks[self.index]
-        leaner = [n for n in self._left if 0 < self._peaks[n] < LEANER * peak] if peak else []
-        return self._falls_back(_first_line(error), None, self._more_blocks() or leaner)
+        fallbacks, now = self._fallbacks, self.index
+        leaner = fallbacks.with_more_blocks(now) or fallbacks.leaner(now)
+        return self._falls_back(_first_line(error), None, leaner)
 
-    def _more_blocks(self) -> list[int]:
-        """Return the fallbacks that only checkpoint more blocks, if a forward may run again."""
-        if self._open_graphs > 1 or self._has_peers:
-            return []
-        now, peak = self.plan, self._peaks[self.index]
-        level = now.blocks
-        return [
-            n
-            for n in self._left
-            if more_blocks(self._plans[n].blocks, level)
-            and self._plans[n].with_number(Number.BLOCKS, level) == now
-            and self._peaks[n] < LEANER * peak
-        ]
+    def can_retry(self) -> bool:
+        """Return whether a forward runs again with more checkpointed blocks."""
+        alone = self._open_graphs <= 1 and not self._has_peers
+        return alone and bool(self._fallbacks.with_more_blocks(self.index))
 
-    def can_shrink(self, phase: str) -> bool:
-        """Return ``False`` for a forward that runs again with more checkpointed blocks."""
-        return not (phase == "forward" and self._more_blocks())
-
-    def retry_after_error(self, root: HarnessRoot, error: Exception) -> bool:
+    def _neutral_after(self, error: Exception) -> bool:
         """Repeat a failed call without a plan, to find out whether the plan is at fault."""
         if self._broken is not None or self.plan.neutral or self._open_graphs > 1:
             return False
@@ -161,7 +238,7 @@ class RealRun(Session):
             return False
         if self._group is not None:  # the other ranks would not repeat the call
             return False
-        neutral = next((n for n in self._left if self._plans[n].neutral and self._follows(n)), None)
+        neutral = self._fallbacks.neutral()
         if neutral is None:
             return False
         culprit = error_source.blamed(error.__traceback__, self.plan)
@@ -171,7 +248,8 @@ class RealRun(Session):
 
     def prepare_retry(self) -> None:
         """Restore the random state of the start of the call."""
-        self._restart_call()
+        if self._start is not None:
+            self._start.restore()
 
     def call_succeeded(self, root: HarnessRoot) -> None:
         """Give up the plan, if the call failed under it and succeeded without it."""
@@ -190,34 +268,17 @@ class RealRun(Session):
         """
         if self._has_peers:  # the other ranks would keep their plan
             return False
-        now = self.plan
         if blamed and among is None:
-            self._add_fallback(now.without(blamed))
-        wrong = {blamed: now[blamed]} if blamed else {}
-        fits = (
-            n
-            for n in (self._left if among is None else among)
-            if self._follows(n)
-            and not any(self._plans[n][name] == level for name, level in wrong.items())
-            and self._plans[n] != now
-        )
-        found = next(fits, None)
+            rest = self.plan.without(blamed)
+            known = rest.in_calls.neutral or all(r.proof.is_known(rest) for r in self.roots.alive)
+            if known and not rest.neutral:
+                self._fallbacks.add(rest)
+        found = self._fallbacks.take(self.index, blamed, among)
         if found is None:
             return False
-        self._left.remove(found)
         self.index = found
-        self._reporter.send(Replaced(plan=self._plans[found], reason=reason, blamed=blamed))
+        self._reporter.send(Replaced(plan=self.plan, reason=reason, blamed=blamed))
         return True
-
-    def _add_fallback(self, plan: Plan) -> None:
-        """Let the run fall back to ``plan`` first, if it does something that is known to hold."""
-        if plan.neutral:
-            return
-        roots = [root for root in self.roots if root.alive]
-        if plan.in_calls.neutral or all(root.proof.is_known(plan) for root in roots):
-            self._plans.append(plan)
-            self._peaks.append(0)
-            self._left.insert(0, len(self._plans) - 1)
 
     @property
     def _has_peers(self) -> bool:
@@ -229,13 +290,6 @@ class RealRun(Session):
         """Whether several ranks train, or the plan shards the weights of one."""
         return self._group is not None or self.plan.shards is not None
 
-    def _follows(self, index: int) -> bool:
-        return self._plans[index].follows(self._plans[0].fixed)
-
-    def _restart_call(self) -> None:
-        if self._start is not None:
-            self._start.restore()
-
     def caller(
         self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Callable[[], Any]:
@@ -246,24 +300,24 @@ class RealRun(Session):
 
     def call_begins(self) -> None:
         """Store the random state, from which the call may start again under another plan."""
-        if self._left:
+        if self._fallbacks.left:
             self._open_graphs += 1
             self._start = RandomState.now()
 
     def prove(self, root: HarnessRoot, plan: Plan, args: Any, kwargs: Any, *, known: bool) -> bool:
         """Apply a plan that was verified; raise ``Refused`` for another one."""
-        if root.verifies:
-            return self.prove_on_model(root, plan, args, kwargs, known=known)
+        if root.splits.verifies:
+            return prove(root, plan, args, kwargs, self.facts, known=known)
         if not known and shows_in_calls(plan, self.facts):
             raise Refused(UNVERIFIED)
         root.apply(plan)
         return False
 
-    def agree_on_facts(self, facts: RootFacts) -> RootFacts:
-        """Learn how many ranks train together, also if another launcher has started them."""
+    def describe_root(self, root: HarnessRoot, args: Any, kwargs: Any) -> None:
+        """Learn also how many ranks train together: another launcher may have started them."""
+        super().describe_root(root, args, kwargs)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.learn(world_size=torch.distributed.get_world_size())
-        return facts
 
     def policy(self, module: nn.Module) -> RunPolicy:
         """Return a policy that verifies nothing, and rescues calls.
@@ -289,10 +343,6 @@ class RealRun(Session):
             return
         self._standby.backward(tensors, run, keeps_graph=self.seams.keeps_graph)
 
-    def autograd_grad_called(self) -> None:
-        """Give up the rescue: it cannot repeat this kind of differentiation in chunks."""
-        self._standby.grad()
-
     def _in_one_piece(self, reason: str, *, on_host: bool) -> None:
         """Report, once for each reason, that calls run in one piece."""
         if on_host:
@@ -302,59 +352,32 @@ class RealRun(Session):
             told = InOnePiece(reason=reason, on_host=on_host, phase=self.phase, steps=self.steps)
             self._reporter.send(told)
 
-    def _is_shortage(self, error: BaseException) -> bool:
-        return is_shortage(error, self.meter.short)
-
     def shortage(self, found: OutOfMemory) -> None:
         """Report a shortage to the parent, which tells the user and the store."""
         count_survived()
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
-    def learned(self) -> None:
-        """Report the facts to the parent, which needs them to find a leaner plan."""
-        self._reporter.send(Learned(facts=self.facts))
-
     def boundary(self) -> None:
-        """Reset the meter after the first step, and watch the allocator."""
+        """Reset the meter after the first step, and watch the allocator.
+
+        The first steps are measured, anew if a fallback replaces the plan.
+        """
         if self.steps == 1:
             if not self.plan.neutral:
                 self.meter.release()  # the new optimizer state leaves cached memory
             self.meter.reset()
-            self._retries_before = self.meter.retries()
-        self._watch_headroom()
-        if self._first is not None:
-            self._measure(self._first)
-
-    def _first_steps(self) -> FirstStepsMeter:
-        return FirstStepsMeter(self.plan, self.meter, self.seams)
-
-    def _measure(self, first: FirstStepsMeter) -> None:
-        """Measure a step of the first ones, and report them after the last; anew if a plan ends."""
+            self._headroom.begin()
+        self._headroom.watch()
+        first = self._first
+        if first is None:
+            return
         if accelerator.recording():
             self._first = None  # nothing may wait for the device while a CUDA graph is recorded
         elif first.plan != self.plan:
-            self._first = self._first_steps()
+            self._first = FirstStepsMeter(self.plan, self.meter, self.seams)
         elif (figures := first.stepped(self.facts)) is not None:
             self._first = None
             self._reporter.send(figures)
-
-    def _watch_headroom(self) -> None:
-        """Halve the chunks once the allocator empties its cache in two steps in a row.
-
-        The allocator then waits for the device and allocates anew. Steps are already slow, and a
-        shortage is near.
-        """
-        split = [r.chunked for r in self.roots if r.chunked and r.chunked.micro_batch > 1]
-        if not split:
-            return
-        self._retries.append(self.meter.retries())
-        if classify_retries(self._retries).kind is ErrorKind.NOT_OOM:
-            return
-        for chunked in split:
-            chunked.micro_batch = -(-chunked.micro_batch // 2)
-        size = max(chunked.micro_batch for chunked in split)
-        self._reporter.send(Pressed(micro_batch=size, retries=self._retries[-1], steps=self.steps))
-        self._retries.clear()
 
     def script_ended(self) -> None:
         """Report steps and peaks of the run."""
@@ -365,7 +388,7 @@ class RealRun(Session):
                 peak_allocated=peak.allocated,
                 peak_reserved=peak.reserved,
                 peak_device=peak.device,
-                retries=self.meter.retries() - self._retries_before,
+                retries=self._headroom.retries,
             )
         )
 

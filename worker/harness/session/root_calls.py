@@ -1,23 +1,34 @@
-"""The call of one root: as the script has it, and inside the wrappers of the plan."""
+"""The module that a script calls: its call as the script has it, and inside the plan's wrappers."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autofit.strategies.base import Forward, Undo, Wrapper
+from autofit.exceptions import Refused
+from autofit.strategies.base import Forward, Load, Undo, Weights, Wrapper
 from autofit.worker.harness.batch import ddp
-from autofit.worker.harness.patching.observers import Calls, Seams
+from autofit.worker.harness.patching.observers import Calls, Seams, inside
+from autofit.worker.harness.torch_state.compile_state import hides
+from autofit.worker.harness.torch_state.module_watch import ModuleWatch
+from autofit.worker.harness.torch_state.modules import unwrapped
 
 
 class RootCalls:
-    """A root, as far as strategies put wrappers around its call."""
+    """A root, as far as strategies see its module and put wrappers around calls.
+
+    It holds the script's module by a weak reference, so that the script can free its model.
+    """
 
     def __init__(self, outer: nn.Module, seams: Seams, calls: Calls) -> None:
+        self._outer = weakref.ref(outer, lambda _: self._script_dropped_model())
+        self._seams = seams
+        self._calls = calls
         self.own_call: Forward = seams.wrapped(calls.plain(outer))
         """The call of the module that the script calls, without anything of the plan."""
         self.plain: Forward = self._inner(outer, calls)
@@ -31,6 +42,55 @@ class RootCalls:
         """Wrappers without which the model cannot run."""
         self._outermost: list[Wrapper] = []
         """Wrappers around the whole call, outside any split."""
+
+    # --- the module ------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether the script still holds the module."""
+        return self._outer() is not None
+
+    @property
+    def outer(self) -> nn.Module:
+        """The module that the script calls."""
+        module = self._outer()
+        assert module is not None, "a root outlives its calls"
+        return module
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without ``DistributedDataParallel`` and ``torch.compile`` around it."""
+        return unwrapped(self.outer)
+
+    def changes_of(self, module: nn.Module) -> Callable[[], object]:
+        """Return a function whose value differs once ``module`` has changed since its last call."""
+        watch = ModuleWatch(weakref.ref(module))
+
+        def version() -> int:
+            watch.look()
+            return watch.version
+
+        return version
+
+    def hides(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether calls of some of ``modules`` are inside what the script has compiled."""
+        return hides(self.outer, modules)
+
+    def show_weights(self, view: Weights, load: Load) -> Undo:
+        """Show the script the parameters in their own form, although they are kept in another."""
+        if isinstance(self.outer, DistributedDataParallel):
+            raise Refused("DistributedDataParallel needs the parameters in their original form")
+        return self._seams.weight_views.show(view, load)
+
+    # --- wrappers --------------------------------------------------------------------------
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Return a context in which module calls count as the root's own."""
+        return inside(self._seams)
+
+    def around_call(self, module: nn.Module, wrapper: Wrapper) -> Undo:
+        """Put ``wrapper`` around each call of a submodule."""
+        return self._calls.wrap(module, wrapper)
 
     @property
     def has_outermost(self) -> bool:
@@ -68,8 +128,8 @@ class RootCalls:
             forward = wrapper(forward)
         return forward
 
-    def drop_wrappers(self) -> None:
-        """Drop every wrapper: the script has dropped the model."""
+    def _script_dropped_model(self) -> None:
+        """Drop every wrapper."""
         for each in (self._wrappers, self._lasting, self._outermost):
             each.clear()
         self.whole = self.forward = self.own_call
@@ -89,7 +149,7 @@ class RootCalls:
 
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             wrapper = held()
-            assert isinstance(wrapper, DistributedDataParallel)
+            assert wrapper is not None
             args, kwargs = ddp.to_device(wrapper, args, kwargs)
             return forward(*args, **kwargs)
 

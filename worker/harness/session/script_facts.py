@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from autofit.worker.harness.torch_state.compile_state import is_compiled
 from autofit.worker.harness.torch_state.guarded import beside
 from autofit.worker.harness.torch_state.modules import unwrapped
 from autofit.worker.harness.verification.fixed_draws import dropout_rates
-
-if TYPE_CHECKING:
-    from autofit.worker.harness.batch.layout import Batch
 
 FRAMEWORKS = {
     "transformers.trainer": "transformers",
@@ -92,22 +89,6 @@ def _described(root: nn.Module, args: Any, kwargs: Any) -> RootFacts:
         ),
         compiled=is_compiled(root),
     )
-
-
-def batch_dimension_uncertain(facts: RootFacts, batch: Batch) -> bool:
-    """Return whether the first dimension of a call's arguments may be time instead of the batch.
-
-    Only asked where no split tells. It may be time if all arguments are sequences, and none has one
-    number per sample. Hugging Face models always have the batch first.
-    """
-    from autofit.worker.harness.verification.split_check import batched_arguments
-
-    shown = [batch.leaves[index] for index in batched_arguments(batch, 0)]
-    if not shown or facts.transformers or facts.attention is not None:
-        return False
-    first = shown[0]
-    sequences = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
-    return sequences and first.shape[0] != first.shape[1] and all(each.ndim > 1 for each in shown)
 
 
 def _numel_here(tensor: torch.Tensor) -> int:

@@ -138,17 +138,20 @@ class Layouts:
 
     def unknown_graph(
         self,
-        kind: CallKind,
+        layout: Layout,
         outputs: Sequence[Any],
         parameters: Iterable[torch.Tensor],
         nodes: int,
     ) -> str | None:
         """Return the shape of a call's autograd graph; ``None`` if it was verified.
 
-        ``outputs`` are the root's. The first graph after a verification counts as verified: it
-        belongs to the same call. ``nodes``: how many the call has made. A graph is walked if their
-        number is new, and in the 1st, 2nd, 4th, 8th, ... call.
+        ``layout``: that of the call, by ``of``. ``outputs`` are the root's. The first graph after a
+        verification counts as verified: it belongs to the same call. ``nodes``: how many the call
+        has made. A graph is walked if their number is new, and in the 1st, 2nd, 4th, 8th, ... call.
         """
+        kind: CallKind | None = layout.kind
+        if kind is None:
+            return None
         kind.calls += 1
         sizes = kind.sizes.setdefault(self._plan, set())
         if nodes in sizes and kind.calls & (kind.calls - 1) and not kind.fresh:
@@ -163,27 +166,28 @@ class Layouts:
         sizes.add(nodes)
         return None
 
-    def accept(self, kind: CallKind, shape: str) -> None:
+    def accept(self, layout: Layout, shape: str) -> None:
         """Note the shape of the graphs of a verified kind of call under the present plan."""
-        self._add_shape(kind, self._plan, shape)
+        self._add_shape(layout.kind, self._plan, shape)
 
-    def verify_again(self, kind: CallKind, batch: Batch, shape: str) -> Layout:
-        """Verify a kind on ``batch``, whose graph has the new ``shape``.
+    def verify_again(self, layout: Layout, batch: Batch, shape: str) -> Layout:
+        """Verify a kind of call on ``batch``, whose graph has the new ``shape``.
 
         Raises ``Refused`` if the split does not hold on it.
         """
+        kind: CallKind = layout.kind
         kind.raise_again((self._plan, shape))
         try:
-            layout = self._find_again(batch, True)
+            found = self._find_again(batch, True)
         except Undecided:
             raise
         except Refused as refusal:
             kind.refuse((self._plan, shape), refusal)
             raise
-        kind.verified_on(batch, layout)
+        kind.verified_on(batch, found)
         kind.fresh = True
         self._keep(kind)
-        return replace(layout, shown=None, kind=kind)
+        return replace(found, shown=None, kind=kind)
 
     def forget(self) -> None:
         """Drop all layouts: a call has contradicted one."""

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autofit.exceptions import Refused
-from autofit.facts import Facts, RootFacts
+from autofit.facts import Facts
 from autofit.plan import Plan
 from autofit.strategies import Number
 from autofit.strategies.base import Deferred, Fidelity, Forward, Strategy
@@ -43,6 +43,7 @@ from autofit.worker.harness.torch_state.modules import (
 )
 from autofit.worker.harness.torch_state.reachable_state import Key
 from autofit.worker.harness.torch_state.rng import autocast_on
+from autofit.worker.harness.verification.checked_root import CheckedRoot, checkpointed_blocks
 from autofit.worker.harness.verification.fixed_draws import without_dropout
 from autofit.worker.harness.verification.float64 import CannotRun, in_float64, soon, widened_batch
 from autofit.worker.harness.verification.gradient_digest import (
@@ -56,7 +57,7 @@ from autofit.worker.harness.verification.gradient_digest import (
     mean_difference,
     pattern,
 )
-from autofit.worker.harness.verification.proof_cache import ProofRecord, Sensitivity
+from autofit.worker.harness.verification.proof_cache import Sensitivity
 from autofit.worker.harness.verification.shifted_weights import (
     ShiftedWeights,
     moving,
@@ -64,6 +65,7 @@ from autofit.worker.harness.verification.shifted_weights import (
     to_bf16,
     vectors_shifted,
 )
+from autofit.worker.harness.verification.short_of_memory import checking
 from autofit.worker.harness.verification.split_check import (
     REENTRANT,
     batched_arguments,
@@ -95,47 +97,7 @@ CHECKPOINTED = Plan().with_number(Number.BLOCKS, ALL)
 """Once verified, it replaces the plain model where that does not fit."""
 
 
-class CheckedRoot(Protocol):
-    """What a check needs to know of a root, and how it puts a plan on it."""
-
-    proof: ProofRecord
-    """Where the check leaves what it finds."""
-    facts: RootFacts | None
-    """What is known of the root; ``None`` before its first call."""
-    plan: Plan
-    """The plan that is applied."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, without ``DistributedDataParallel`` and ``torch.compile`` around it."""
-
-    @property
-    def outer(self) -> nn.Module:
-        """The module that the script calls."""
-
-    @property
-    def plain(self) -> Forward:
-        """The model's call without a plan."""
-
-    @property
-    def forward(self) -> Forward:
-        """The model's call under the plan that is applied."""
-
-    @property
-    def checkpointed_blocks(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Makes a context in which the model's blocks are checkpointed; ``None`` if they cannot."""
-
-    @property
-    def whole_fits(self) -> bool:
-        """Whether a call of the whole batch is known to fit without a plan."""
-
-    def apply(self, plan: Plan) -> None:
-        """Replace the plan that is applied; raise ``Refused`` if that is impossible."""
-
-    def take_back(self) -> None:
-        """Leave the model as the script has it."""
-
-
+@checking()
 def prove(
     root: CheckedRoot, plan: Plan, args: Any, kwargs: Any, facts: Facts, *, known: bool = False
 ) -> bool:
@@ -143,7 +105,7 @@ def prove(
 
     ``known``: an earlier check has passed. It still counts unless the plan depends on the batch
     size, or the tolerance depends on noise, which every process measures with its own weights.
-    Returns whether a check ran.
+    Returns whether a check ran. A shortage of memory is marked as one of a check.
     """
     root.proof.difference = None
     in_calls = plan.in_calls
@@ -439,12 +401,12 @@ def _ways(root: CheckedRoot) -> list[Way]:
     # Batch statistics of very few samples are mostly noise.
     enough = 4 * SAMPLES if _has_batch_statistics(root) else SAMPLES
     several, one, on_host = Way(enough), Way(fewest), Way(fewest, on_host=True)
-    can = root.checkpointed_blocks
+    can = checkpointed_blocks(root, root.facts, root.plan)
     checkpointed = None if can is None else Way(fewest, around=can)
     if is_paged(root.module):
         return [checkpointed or on_host]
     if moves_together(root.module):
-        return [several if root.whole_fits else on_host]
+        return [several if root.whole_fits() else on_host]
     if checkpointed is not None and root.proof.is_known(CHECKPOINTED):
         return [several, one, checkpointed, on_host]
     return [several, one, on_host]
@@ -465,7 +427,7 @@ def _effects_of_way(
             plain = _effects(root, root.plain, samples)
         root.proof.plain_results[way, *call] = plain
     root.apply(plan)
-    if is_paged(root.module) and root.checkpointed_blocks is None:
+    if is_paged(root.module) and checkpointed_blocks(root, root.facts, root.plan) is None:
         way = Way(way.samples)  # the plan checkpoints the blocks itself
     if way == Way(way.samples) or moves_together(root.module):
         with way.saving(root.module):

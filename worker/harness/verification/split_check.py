@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autofit.exceptions import Refused
+from autofit.facts import RootFacts
 from autofit.strategies.base import Forward
 from autofit.strategies.inspection import tf32
 from autofit.worker.harness.batch.layout import Batch, Layout
@@ -393,6 +394,20 @@ def batched_arguments(batch: Batch, dim: int) -> tuple[int, ...]:
         return ()
     size = tensors[0][1].shape[dim]
     return tuple(index for index, leaf in tensors if leaf.shape[dim] == size)
+
+
+def batch_dimension_uncertain(facts: RootFacts, batch: Batch) -> bool:
+    """Return whether the first dimension of a call's arguments may be time instead of the batch.
+
+    Only asked where no split tells. It may be time if all arguments are sequences, and none has one
+    number per sample. Hugging Face models always have the batch first.
+    """
+    shown = [batch.leaves[index] for index in batched_arguments(batch, 0)]
+    if not shown or facts.transformers or facts.attention is not None:
+        return False
+    first = shown[0]
+    sequences = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
+    return sequences and first.shape[0] != first.shape[1] and all(each.ndim > 1 for each in shown)
 
 
 def _has_shape(leaf: torch.Tensor) -> bool:
