@@ -45,8 +45,6 @@ class Plan:
 
         >>> print(Plan.of({"micro_batch": "8", "precision": "bf16"}))
         bf16, micro 8
-        >>> Plan.of({"precision": "bf16"})["micro_batch"]
-        'as_is'
         """
         if not isinstance(levels, Mapping) or not all(isinstance(n, str) for n in levels.values()):
             raise UsageError(
