@@ -19,7 +19,7 @@ The one that changes least, the one with the lowest peak, or the fastest.
 """
 
 
-class Kind(StrEnum):
+class ValueKind(StrEnum):
     """How the value of an option is written."""
 
     SIZE = "bytes, such as 24GiB"
@@ -38,7 +38,7 @@ class Flag:
     """The option of the command line that sets a field."""
 
     help: str
-    kind: Kind
+    kind: ValueKind
     metavar: str | None = None
     show_default: bool = False
     required: bool = False
@@ -46,7 +46,7 @@ class Flag:
 
 def flag(
     help: str,
-    kind: Kind,
+    kind: ValueKind,
     metavar: str | None = None,
     *,
     show_default: bool = False,

@@ -42,6 +42,9 @@ class Plan:
         """Return the plan with these levels.
 
         Raises ``UsageError`` for an unknown name, or if ``levels`` is no table.
+
+        >>> print(Plan.of({"micro_batch": "8", "precision": "bf16"}))
+        bf16, micro 8
         """
         if not isinstance(levels, Mapping) or not all(isinstance(n, str) for n in levels.values()):
             raise UsageError(
@@ -75,7 +78,11 @@ class Plan:
         return ((strategies.get(name), level) for name, level in self.changes)
 
     def replace(self, **levels: str) -> Self:
-        """Return this plan with some levels changed."""
+        """Return this plan with some levels changed.
+
+        >>> print(Plan.of({"precision": "bf16"}).replace(precision="as_is", checkpointing="all"))
+        checkpointing
+        """
         return self.of(self.levels | levels)
 
     def with_number(self, number: Number, level: str) -> Self:
@@ -257,7 +264,9 @@ class Plan:
         """Raise ``UsageError`` if a trial has to find a number of this plan."""
         for strategy, level in self:
             if level == AUTO:
-                raise UsageError(f"{strategy.name} auto is for a search: give a number")
+                raise UsageError(
+                    f"{strategy.name} auto: only a search can find the number; give one, such as 8"
+                )
 
     def sized(self, micro_batch: int, checkpointing: str | None) -> Self:
         """Return this plan with the given numbers in place of ``auto``.
@@ -273,7 +282,11 @@ class Plan:
         )
 
     def is_point_of(self, plan: Plan) -> bool:
-        """Return whether this plan is ``plan`` with numbers in place of ``auto``."""
+        """Return whether this plan is ``plan`` with numbers in place of ``auto``.
+
+        >>> Plan.of({"micro_batch": "8"}).is_point_of(Plan.of({"micro_batch": "auto"}))
+        True
+        """
         opened = {name: AUTO for name, level in plan.changes if level == AUTO}
         return self.replace(**opened) == plan
 

@@ -26,6 +26,11 @@ def parse_size(text: str) -> int:
     ``GiB`` and ``G`` are powers of 1024, ``GB`` powers of 1000; case does not matter.
     Raises ``UsageError`` for anything else, zero included, and for a number below ``PLAIN`` without
     a unit: in ``--memory 24`` the unit was forgotten.
+
+    >>> parse_size("24GiB")
+    25769803776
+    >>> parse_size("16GB")
+    16000000000
     """
     match = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(match["unit"].lower()) if match else None
@@ -33,7 +38,7 @@ def parse_size(text: str) -> int:
     size = int(number) if number < math.inf else 0
     if size < 1 or (match and not match["unit"] and size < PLAIN):
         raise UsageError(
-            f"not a size: {text!r}; write a number with a unit such as 24GiB, 800MiB or 16GB"
+            f"{text!r} is not a size: write a number with a unit such as 24GiB, 800MiB or 16GB"
         )
     return size
 
@@ -48,7 +53,11 @@ def format_size(size: float) -> str:
 
 
 def exact_size(size: int) -> str:
-    """Return the shortest text that ``parse_size`` reads as ``size`` bytes: ``24GiB``."""
+    """Return the shortest text that ``parse_size`` reads as ``size`` bytes: ``24GiB``.
+
+    >>> exact_size(25769803776)
+    '24GiB'
+    """
     power = next(p for p in range(len(_PREFIXES), -1, -1) if size % 1024**p == 0)
     return f"{size // 1024**power}{_PREFIXES[power - 1].upper()}iB" if power else str(size)
 
@@ -57,6 +66,9 @@ def parse_duration(text: str) -> float:
     """Return the seconds in ``text``: ``45``, ``90s``, ``10m``, ``1h30m``.
 
     Raises ``UsageError`` for anything else, zero included.
+
+    >>> parse_duration("1h30m")
+    5400.0
     """
     match = _DURATION.fullmatch(text.strip())
     try:
@@ -65,7 +77,7 @@ def parse_duration(text: str) -> float:
         parts = []
     seconds = sum(part * factor for part, factor in zip(parts, (3600, 60, 1), strict=False))
     if not 0 < seconds < math.inf:
-        raise UsageError(f"not a duration: {text!r}; write one such as 90s, 10m or 1h30m")
+        raise UsageError(f"{text!r} is not a duration: write one such as 90s, 10m or 1h30m")
     return seconds
 
 

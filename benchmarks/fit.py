@@ -26,11 +26,11 @@ import click
 
 from autofit import Plan
 from autofit.facts import Facts, RootFacts
+from autofit.inspection.card_fits import relative_time
 from autofit.inspection.cards import model_named
 from autofit.inspection.fitting import INSPECTION
 from autofit.inspection.launches import Target, inspect
 from autofit.inspection.prediction import Predictor, beside_bytes
-from autofit.inspection.roofline import relative_time
 from autofit.worker.records.inspection import Inspected, Work
 from autofit.worker.records.trials import Script
 

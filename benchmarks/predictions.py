@@ -21,7 +21,7 @@ import optuna
 import samplers
 from recorded import Grid
 
-from autofit.analysis.candidates import SearchState
+from autofit.analysis.candidates import SearchSnapshot
 from autofit.analysis.cost_model import CostModel
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, TrialRecord
@@ -80,7 +80,7 @@ def of_grids() -> list[Error]:
         for budget in grid.budgets:
 
             def read(
-                state: SearchState, search: str = f"{name}, {budget}", of: Grid = grid
+                state: SearchSnapshot, search: str = f"{name}, {budget}", of: Grid = grid
             ) -> None:
                 expected = samplers.expected_of(of)
                 for index, trial in enumerate(state.finished):

@@ -42,8 +42,8 @@ from recorded import (
     load_all,
 )
 
-from autofit.analysis.acquisition import Prospect, Situation, choose, prospects
-from autofit.analysis.candidates import AskingLaunch, SearchState
+from autofit.analysis.acquisition import Prospect, choose, prospects
+from autofit.analysis.candidates import AskingLaunch, SearchSnapshot, Situation
 from autofit.analysis.pruning import waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import Space
@@ -76,7 +76,7 @@ class RecordedPlans(AutofitSampler):
         self.stopped = False
         super().__init__(expectations=expected_of(grid))
 
-    def choose(self, state: SearchState, launch: AskingLaunch | None) -> Prospect | None:
+    def choose(self, state: SearchSnapshot, launch: AskingLaunch | None) -> Prospect | None:
         """Return the choice among the plans of the grid that were not tried."""
         if state.level_sets is not None and not state.fits:
             return None
@@ -84,13 +84,10 @@ class RecordedPlans(AutofitSampler):
         left = [plan for plan in self._grid.distinct if plan not in tried]
         waiting = tuple(p for p in left if waits_for_unsized(p, state.finished))
         situation = Situation(
+            state=replace(state, running=frozenset()),
             candidates=tuple(p for p in left if p not in waiting),
             waiting=waiting,
             finished=state.finished,
-            facts=state.facts,
-            budget=state.budget,
-            cuda=state.cuda,
-            horizon=state.horizon,
             fixed=launch.fixed if launch is not None else None,
             expectations=self._expectations,
         )
@@ -156,7 +153,7 @@ def search(
     sampler: str,
     seed: int,
     *,
-    read: Callable[[SearchState], None] = lambda state: None,
+    read: Callable[[SearchSnapshot], None] = lambda state: None,
 ) -> Search:
     """Search one grid under one budget with one sampler; ``read`` gets the state at the end."""
     grid = grids()[name]
@@ -164,7 +161,7 @@ def search(
     enough = ENOUGH * best(grid, replay.budget)[1]
     own = SAMPLERS[sampler](grid, seed)
     levels = {each: (AS_IS,) for each in NAMES} | {n: (*e,) for n, e in grid.levels.items()}
-    state = SearchState(
+    state = SearchSnapshot(
         space=Space(levels=(*levels.items(),)),
         finished=(),
         facts=grid.work.facts,
@@ -203,7 +200,7 @@ def search(
     )
 
 
-def _start(state: SearchState, left: Sequence[Plan]) -> Plan | None:
+def _start(state: SearchSnapshot, left: Sequence[Plan]) -> Plan | None:
     """Return the fixed start that is due, as in every search, while no plan fits."""
     start, _ = FixedStarts(state).due(None)
     return start if start is not None and (start.neutral or start in left) else None

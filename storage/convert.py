@@ -36,7 +36,11 @@ _converter.register_structure_hook(Plan, lambda plain, _: Plan.of(plain))
 
 
 def to_json(record: object) -> dict[str, Any]:
-    """Return a frozen record as plain JSON."""
+    """Return a frozen record as plain JSON.
+
+    >>> to_json(Plan.of({"precision": "bf16"}))
+    {'precision': 'bf16'}
+    """
     plain: dict[str, Any] = _converter.unstructure(record)
     return plain
 
@@ -79,6 +83,9 @@ def set_by_launchers(found: Iterable[tuple[str, str]]) -> tuple[tuple[str, str],
 
     All others are removed. Otherwise, a person who can write to the store could make a process load
     a library or a module with ``LD_PRELOAD``, ``PYTHONPATH`` or ``BASH_ENV``.
+
+    >>> set_by_launchers([("WORLD_SIZE", "2"), ("LD_PRELOAD", "mine.so")])
+    (('WORLD_SIZE', '2'),)
     """
     return tuple(
         (name, value)

@@ -160,9 +160,9 @@ class StudyRecord:
     opened: datetime
     """Start of the last search, in UTC."""
     seconds_by_phase: Seconds = ()
+    """Seconds outside of trials, by phase."""
     prefer: str = "fidelity"
     """``--prefer`` of the last search: which of equally fast plans is the result."""
-    """Seconds outside of trials, by phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,9 @@ def to_url(storage: str) -> str:
     """Return ``storage`` as an SQLAlchemy URL; without ``://`` it is the path of an SQLite file.
 
     Raises ``StorageError`` for an empty path or one with ``?``.
+
+    >>> to_url("/data/autofit.db")
+    'sqlite:////data/autofit.db'
     """
     if "://" in storage:
         return storage
@@ -43,6 +46,10 @@ def exists(storage: str | None = None) -> bool:
 
 
 def without_password(storage: str) -> str:
-    """Return ``storage`` with passwords replaced by ``***``, for messages."""
+    """Return ``storage`` with passwords replaced by ``***``, for messages.
+
+    >>> without_password("postgresql://me:secret@db/autofit")
+    'postgresql://me:***@db/autofit'
+    """
     unnamed = re.sub(r"(?<=://)([^:/]*):[^@]*@", r"\1:***@", storage)
     return re.sub(r"(?<=[?&])(\w*password)=[^&]*", r"\1=***", unnamed)

@@ -7,7 +7,7 @@ from autofit.exceptions import UsageError
 from autofit.facts import Facts, Hardware, RootFacts
 from autofit.strategies.activation_offload import ActivationOffload
 from autofit.strategies.adapters import Adapters
-from autofit.strategies.allocator import Allocator
+from autofit.strategies.allocator import ExpandableSegments
 from autofit.strategies.attention import Attention
 from autofit.strategies.base import AS_IS, AUTO, Fidelity, Level, Memory, Number, Strategy, Waste
 from autofit.strategies.checkpointing import Checkpointing
@@ -16,7 +16,7 @@ from autofit.strategies.data_loading import DataLoading
 from autofit.strategies.gradient_release import GradientRelease
 from autofit.strategies.less_data.batch_size import BatchSize
 from autofit.strategies.less_data.sequence_length import SequenceLength
-from autofit.strategies.loss import Loss
+from autofit.strategies.loss import ChunkedLoss
 from autofit.strategies.memory_format import MemoryFormat
 from autofit.strategies.micro_batch import MicroBatch
 from autofit.strategies.optimizer import Optimizer
@@ -25,8 +25,8 @@ from autofit.strategies.padding import Padding
 from autofit.strategies.precision import Precision
 from autofit.strategies.ranks import Ranks
 from autofit.strategies.sharding import Sharding
-from autofit.strategies.weights import Weights
-from autofit.suggestions import did_you_mean
+from autofit.strategies.weights import BF16Weights
+from autofit.text import did_you_mean
 
 REGISTRY: tuple[Strategy, ...] = (
     Adapters(),
@@ -34,9 +34,9 @@ REGISTRY: tuple[Strategy, ...] = (
     Attention(),
     Checkpointing(),
     ActivationOffload(),
-    Loss(),
+    ChunkedLoss(),
     Optimizer(),
-    Weights(),
+    BF16Weights(),
     OptimizerOffload(),
     GradientRelease(),
     Ranks(),
@@ -47,7 +47,7 @@ REGISTRY: tuple[Strategy, ...] = (
     Padding(),
     MemoryFormat(),
     Compile(),
-    Allocator(),
+    ExpandableSegments(),
     DataLoading(),
 )
 """All strategies, in the order in which a plan names and applies them."""
@@ -56,7 +56,11 @@ NAMES: tuple[str, ...] = tuple(strategy.name for strategy in REGISTRY)
 
 
 def get(name: str) -> Strategy:
-    """Return the strategy called ``name``; raise ``UsageError`` with a suggestion if unknown."""
+    """Return the strategy called ``name``; raise ``UsageError`` with a suggestion if unknown.
+
+    >>> get("precision").level("bf16").summary
+    'bfloat16 autocast'
+    """
     for strategy in REGISTRY:
         if strategy.name == name:
             return strategy
@@ -72,7 +76,11 @@ def get(name: str) -> Strategy:
 
 
 def counting(number: Number) -> Strategy:
-    """Return the strategy of which a positive integer is a level that counts ``number``."""
+    """Return the strategy of which a positive integer is a level that counts ``number``.
+
+    >>> counting(Number.SAMPLES).name
+    'micro_batch'
+    """
     return next(strategy for strategy in REGISTRY if strategy.number is number)
 
 

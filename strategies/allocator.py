@@ -8,7 +8,7 @@ from autofit.strategies.base import AS_IS, ByHand, Level, Memory, ScriptPart, St
 EXPANDABLE = "expandable"
 
 
-class Allocator(Strategy):
+class ExpandableSegments(Strategy):
     """Segments of torch's allocator grow, so freed memory serves requests of other sizes.
 
     The setting is an environment variable, which torch reads once when the process starts.
@@ -38,7 +38,7 @@ class Allocator(Strategy):
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """Only CUDA's allocator has segments."""
         if hardware.device != "cuda":
-            return "only CUDA's allocator has segments"
+            return "only the CUDA allocator has segments"
         return None
 
     def by_hand(self, level: str) -> ByHand:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Protocol
 
 from autofit.exceptions import UsageError
 from autofit.facts import Facts, Hardware
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 
 AS_IS = "as_is"
 """The name of every strategy's first level: as the script has it."""

@@ -55,21 +55,21 @@ class MemoryFormat(Strategy):
         if not facts.roots:
             return None
         if any(root.compiled for root in facts.roots):
-            return "the script compiles its model: the compiler lays its convolutions out"
+            return "the script compiles its model, and the compiler chooses the memory format"
         if not any(root.convolves for root in facts.roots):
-            return "the model is no network of convolutions"
+            return "the model has no convolutions that gain from it"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """In one graph the compiler chooses the memory format."""
         if levels.get("compile") in WHOLE:
-            return "in one graph the compiler chooses the memory format, and better"
+            return "the compiler chooses the memory format of one graph better"
         return None
 
     def fault(self, error: BaseException) -> str | None:
         """``view`` fails on an image in another memory format."""
         if isinstance(error, RuntimeError) and OTHERWISE in str(error):
-            return "the script takes a view() of a picture that only reshape() can take here"
+            return "the script calls view() on images, and this memory format needs reshape()"
         return None
 
     def by_hand(self, level: str) -> ByHand:

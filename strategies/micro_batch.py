@@ -66,14 +66,14 @@ class MicroBatch(Strategy):
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """BatchNorm's statistics depend on the batch, and one sample cannot be split."""
         if any(root.batch_norm for root in facts.roots):
-            return "BatchNorm in training mode: a split batch has other statistics"
+            return "BatchNorm in training mode: the statistics of a split batch differ"
         for root in facts.roots:
             if root.unsplittable:
                 return root.unsplittable
         if facts.called and all(root.batch is None for root in facts.roots):
-            return "no tensor argument of the model shows a batch"
+            return "no tensor argument of the model has a dimension that looks like a batch"
         if facts.called and all((root.batch or 1) < 2 for root in facts.roots):
-            return "the model sees one sample at a time already"
+            return "the model gets one sample at a time already"
         return None
 
     def by_hand(self, level: str) -> ByHand | None:

@@ -70,7 +70,7 @@ class Ranks(Strategy):
         if facts.world_size > 1:
             return "the script sets up torch.distributed itself"
         if facts.called and all(root.batch is None for root in facts.roots):
-            return "no tensor argument of the model shows a batch"
+            return "no tensor argument of the model has a dimension that looks like a batch"
         if facts.called and all((root.batch or 1) < count(level) for root in facts.roots):
             return f"the model's batch has fewer than {level} samples"
         if any(root.batch_norm and root.compiled for root in facts.roots):

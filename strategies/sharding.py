@@ -17,7 +17,7 @@ from autofit.strategies.base import (
     Strategy,
     Undo,
 )
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE, PER_PARAMETER
+from autofit.strategies.support.optimizers import ELEMENTWISE, PER_PARAMETER
 
 NOT_BESIDE_WEIGHTS = ("activation_offload", "loss", "micro_batch", "memory_format", "compile")
 """Strategies that read weights outside their block, or run it another number of times."""
@@ -137,10 +137,10 @@ class Sharding(Strategy):
         """There must be ranks, and the state must have the form that the script gives it."""
         shards = self._of_weights(level)
         if levels["ranks"] == AS_IS and not (shards and shards.on_host):
-            return "sharding: it needs several ranks"
+            return "sharding needs several ranks"
         groups = shards.groups if shards else 1
         if groups > 1 and (int(levels["ranks"]) % groups or int(levels["ranks"]) == groups):
-            return f"sharding: {level} needs an even number of ranks, four at least"
+            return f"sharding {level} needs an even number of ranks, at least four"
         for name in NOT_BESIDE:
             gathered_in_half = shards and (name, levels[name]) == HALF
             if levels[name] != AS_IS and not gathered_in_half:
@@ -150,7 +150,7 @@ class Sharding(Strategy):
             if levels[name] != AS_IS and not alone:
                 return f"sharding: each block must run once with its weights; {name} changes that"
         if shards and levels["precision"] == "fp16":
-            return "sharding: fp16 scales the gradients of whole weights"
+            return "sharding cannot be combined with fp16, whose loss scaling needs whole gradients"
         if levels["optimizer"] not in BESIDE:
             return f"sharding: it cannot divide the state of optimizer {levels['optimizer']}"
         return None

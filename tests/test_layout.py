@@ -120,7 +120,7 @@ OTHER_MEANINGS = {
 NOT_TECHNIQUES = {
     ("autofit/export/as_patch.py", "batch_size"): "the argument of a DataLoader",
     ("autofit/export/as_patch.py", "precision"): "the argument of lightning.Trainer",
-    ("autofit/export/document.py", "micro_batch"): "the samples of a chunk in a result's document",
+    ("autofit/export/as_json.py", "micro_batch"): "the samples of a chunk in a result's document",
     ("autofit/resilience/decorator.py", "batch_size"): "the argument of the user's function",
     ("autofit/resilience/fallback.py", "batch_size"): "the same, in a table of remembered values",
     ("autofit/running/run.py", "micro_batch"): "the samples of a chunk in a line of JSON",

@@ -21,7 +21,7 @@ import autofit
 from autofit.analysis.result import Result
 from autofit.cli import cli
 from autofit.export import FORMATS
-from autofit.export.document import document
+from autofit.export.as_json import document
 from autofit.facts import Hardware
 from autofit.inspection.document import check_document, explanation_document, fit_document
 from autofit.plan import Plan

@@ -7,7 +7,7 @@ import pytest
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.strategies import NAMES
-from autofit.suggestions import closest, did_you_mean
+from autofit.text import closest, did_you_mean
 
 pytestmark = pytest.mark.quick
 

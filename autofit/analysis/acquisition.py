@@ -8,18 +8,14 @@ section 3.2: https://arxiv.org/abs/1206.2944).
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from autofit.analysis.candidates import Situation
 from autofit.analysis.cost_model import CostModel
 from autofit.analysis.verdicts import fits
-from autofit.facts import Bandwidth
 from autofit.plan import Plan
-from autofit.storage import TrialRecord
-from autofit.strategies import Facts
-from autofit.worker.records.trials import HORIZON
 
 GAIN = 0.02
 """Minimum expected gain in speed, as a share, for which a plan is measured."""
@@ -63,83 +59,31 @@ class Prospect:
         return self.gain / self.seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """The state of a search, as far as the next choice depends on it."""
-
-    candidates: tuple[Plan, ...]
-    """Plans that may be measured now."""
-    waiting: tuple[Plan, ...] = ()
-    """Plans that may be measured only after their ``unsized`` plan.
-
-    Their expected speed counts for the ``unsized`` plan."""
-    finished: tuple[TrialRecord, ...]
-    running: tuple[Plan, ...] = ()
-    """Plans that are being measured."""
-    facts: Facts | None
-    budget: int
-    cuda: bool
-    link: str = ""
-    """As in ``Hardware``."""
-    bandwidth: Bandwidth | None = None
-    """Between the ranks of a plan, as measured on this machine; ``None`` if it was not."""
-    horizon: int = HORIZON
-    """Optimizer steps over which the time to compile is charged."""
-    fixed: Plan | None = None
-    """Fixed levels of the launch that asks for a plan (``Plan.follows``).
-
-    ``None`` for a new launch."""
-    seconds_left: float | None = None
-    """Seconds until ``--timeout`` ends the search; ``None`` without it."""
-    expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None
-    """Other priors for the cost model: see ``CostModel``."""
-    least_gain: float = GAIN
-    """Minimum expected gain in speed, as a share, for which a plan is measured."""
-
-    @property
-    def best(self) -> float | None:
-        """Step seconds of the incumbent, for the samples in one step of the script.
-
-        Includes its share of the time to compile. ``None`` before any plan fits.
-        """
-        fitting = [trial.measurement for trial in self.finished if fits(trial, self.budget)]
-        whole = self.facts.effective_batch if self.facts else None
-        speeds = [(whole or m.effective_batch, m.charged(self.horizon)) for m in fitting if m]
-        return min((batch / speed for batch, speed in speeds), default=None)
-
-    @property
-    def start(self) -> float:
-        """Seconds until a new launch calls the model: the median of those that were timed."""
-        reports = (trial.report for trial in self.finished)
-        timed = [r.startup_seconds for r in reports if r is not None and r.startup_seconds]
-        return statistics.median(timed) if timed else START_SECONDS
-
-
 def prospects(situation: Situation) -> list[Prospect]:
     """Return the prospect of each candidate, the largest gain per second first.
 
     A candidate is compared with the incumbent and with the plans that are running. In each draw of
     the posterior, the fastest of these sets the time to beat.
     """
-    candidates, best = situation.candidates, situation.best
+    state, candidates, best = situation.state, situation.candidates, _best(situation)
     if not candidates:
         return []
     model = CostModel(
         situation.finished,
-        situation.facts,
-        situation.budget,
-        cuda=situation.cuda,
-        link=situation.link,
-        bandwidth=situation.bandwidth,
-        horizon=situation.horizon,
+        state.facts,
+        state.budget,
+        cuda=state.cuda,
+        link=state.link,
+        bandwidth=state.bandwidth,
+        horizon=state.horizon,
         expectations=situation.expectations,
     )
-    plans = [*candidates, *situation.running, *situation.waiting]
+    plans = [*candidates, *state.running, *situation.waiting]
     drawn = model.outcomes(plans).seconds
     speed = (1.0 / drawn).mean(axis=0)
     enabled = [[i for i, p in enumerate(plans) if plan in (p, p.unsized)] for plan in candidates]
     seconds = drawn[:, [max(columns, key=lambda i: float(speed[i])) for columns in enabled]]
-    running = drawn[:, len(candidates) : len(candidates) + len(situation.running)]
+    running = drawn[:, len(candidates) : len(candidates) + len(state.running)]
     rival = running.min(axis=1, initial=np.inf if best is None else best)[:, None]
     fitting, known = np.isfinite(seconds), np.isfinite(rival)
     speedup = np.where(known, rival, 1.0) / seconds  # without a rival, the speed itself
@@ -154,6 +98,25 @@ def prospects(situation: Situation) -> list[Prospect]:
     return sorted(found, key=lambda each: (each.rate, each.fits), reverse=True)
 
 
+def _best(situation: Situation) -> float | None:
+    """Return the step seconds of the incumbent, for the samples in one step of the script.
+
+    They include its share of the time to compile. ``None`` before any plan fits.
+    """
+    state = situation.state
+    fitting = [trial.measurement for trial in situation.finished if fits(trial, state.budget)]
+    whole = state.facts.effective_batch if state.facts else None
+    speeds = [(whole or m.effective_batch, m.charged(state.horizon)) for m in fitting if m]
+    return min((batch / speed for batch, speed in speeds), default=None)
+
+
+def _start(situation: Situation) -> float:
+    """Return the seconds until a new launch calls the model: the median of those timed."""
+    reports = (trial.report for trial in situation.finished)
+    timed = [r.startup_seconds for r in reports if r is not None and r.startup_seconds]
+    return statistics.median(timed) if timed else START_SECONDS
+
+
 def _seconds(
     plan: Plan, step: float, likely: float, situation: Situation, model: CostModel
 ) -> float:
@@ -162,25 +125,33 @@ def _seconds(
     ``likely``: the probability that the plan fits. A trial of several ranks that runs out of memory
     costs the start of another launch.
     """
-    fixed, start = situation.fixed, situation.start
+    fixed = situation.fixed
     here = fixed is not None and plan.follows(fixed)
     starts = (0.0 if here else 1.0) + (1.0 - likely) * (plan.ranks > 1)
-    return starts * start + SWITCH_SECONDS + model.compile_seconds(plan) + PROBED_STEPS * step
+    return (
+        starts * _start(situation)
+        + SWITCH_SECONDS
+        + model.compile_seconds(plan)
+        + PROBED_STEPS * step
+    )
 
 
 def worthwhile(situation: Situation) -> list[Prospect]:
     """Return the prospects that pay for their trial, the largest gain per second first.
 
-    Before any plan fits, all do. Then the expected gain must be at least ``least_gain``. Over
-    ``horizon`` steps it must save ``PAYBACK`` times the seconds of the trial. The trial must end
-    before ``--timeout``.
+    Before any plan fits, all do. Then the expected gain must be at least ``GAIN``, or what stands
+    in its place. Over ``horizon`` steps it must save ``PAYBACK`` times the seconds of the trial.
+    The trial must end before ``--timeout``.
     """
-    best, left = situation.best, situation.seconds_left
+    state, best = situation.state, _best(situation)
+    left = state.seconds_left
     found = [p for p in prospects(situation) if left is None or p.seconds <= left]
     if best is None:
         return found
-    whole = best * situation.horizon
-    found = [each for each in found if each.gain >= situation.least_gain]
+    whole = best * state.horizon
+    least = GAIN if state.space.ranks == 1 else GAIN_SPREAD
+    least = GAIN_BEFORE_SPREAD if state.spreads_later else least
+    found = [each for each in found if each.gain >= least]
     return [
         each for each in found if each.gain / (1.0 + each.gain) * whole >= PAYBACK * each.seconds
     ]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autofit import strategies
-from autofit.analysis.acquisition import (
-    GAIN,
-    GAIN_BEFORE_SPREAD,
-    GAIN_SPREAD,
-    Situation,
-)
 from autofit.analysis.feasibility import LevelSet, level_sets_needed
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.analysis.ranking import ranked
@@ -45,7 +39,7 @@ class AskingLaunch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchState:
+class SearchSnapshot:
     """Everything on which the choice of the next plan depends."""
 
     space: Space
@@ -96,26 +90,16 @@ class SearchState:
         ended = (*drifted, *refused(finished))
         untried = [p for p in tried if p not in known and not tainted(p, ended, finished)]
         batch = self.facts.batch if self.facts else None
-        least_gain = GAIN if self.space.ranks == 1 else GAIN_SPREAD
-        found = Situation(
-            candidates=tuple(plan for plan in untried if dominated(plan, good, batch) is None),
+        candidates = (plan for plan in untried if dominated(plan, good, batch) is None)
+        if launch is not None and not launch.fresh:
+            candidates = (plan for plan in candidates if not plan.alone)
+        return Situation(
+            state=self,
+            candidates=tuple(candidates),
             waiting=tuple(plan for plan in untried if waits_for_unsized(plan, good)),
             finished=good,
-            running=tuple(self.running),
-            facts=self.facts,
-            budget=self.budget,
-            cuda=self.cuda,
-            horizon=self.horizon,
             fixed=launch.fixed if launch is not None else None,
-            seconds_left=self.seconds_left,
-            link=self.link,
-            bandwidth=self.bandwidth,
-            least_gain=GAIN_BEFORE_SPREAD if self.spreads_later else least_gain,
         )
-        if launch is not None and not launch.fresh:
-            left = (p for p in found.candidates if not p.alone)
-            return replace(found, candidates=tuple(left))
-        return found
 
     def why_not(self, plan: Plan) -> str | None:
         """Return why a plan cannot be measured, whoever proposes it; ``None`` if it can."""
@@ -133,6 +117,27 @@ class SearchState:
     def _holds(self, plan: Plan) -> bool:
         """Return whether the static memory under ``plan`` may fit the budget."""
         return least_bytes(plan, self.facts or Facts(), cuda=self.cuda) <= self.budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """The plans among which a launch may choose, and the trials from which it judges them."""
+
+    state: SearchSnapshot
+    candidates: tuple[Plan, ...]
+    """Plans that may be measured now."""
+    waiting: tuple[Plan, ...] = ()
+    """Plans that may be measured only after their ``unsized`` plan.
+
+    Their expected speed counts for the ``unsized`` plan."""
+    finished: tuple[TrialRecord, ...]
+    """The finished trials that rule out no level."""
+    fixed: Plan | None = None
+    """Fixed levels of the launch that asks for a plan (``Plan.follows``).
+
+    ``None`` for a new launch."""
+    expectations: Mapping[tuple[str, str], tuple[float, float]] | None = None
+    """Other priors for the cost model: see ``CostModel``."""
 
 
 def within_reach(

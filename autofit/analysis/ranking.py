@@ -4,25 +4,166 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autofit.analysis.frontier import Point, frontier, pareto, points
 from autofit.analysis.result import Result
-from autofit.analysis.speeds import margin, variation
-from autofit.analysis.verdicts import best_plan, corrected, fits, tainted
+from autofit.analysis.verdicts import best_plan, corrected, fits, margin, tainted, variation
 from autofit.exceptions import NothingFits, UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyKey, StudyRecord, TrialRecord, script_path
 from autofit.strategies import Fidelity
 from autofit.units import exact_size, format_size
 from autofit.worker.records.phases import Seconds, added
-from autofit.worker.records.trials import HORIZON, Measurement, Script, Verdict
+from autofit.worker.records.trials import HORIZON, Measurement, Script, TrialReport, Verdict
 
 _PEAKS = 50.0
 """Peaks within about 2 % (one part in so many) count as equal."""
 CLEARLY_FASTER = 0.1
 """A plan is confirmed late if the search measured it faster than the winner by this share."""
+
+
+@dataclass(frozen=True)
+class StudySnapshot:
+    """All trials of a study at one moment, and what follows from them."""
+
+    trials: tuple[TrialRecord, ...]
+    budget: int
+    """Bytes per device."""
+    horizon: int = HORIZON
+    """Optimizer steps over which the time to compile is charged."""
+    prefer: str = "fidelity"
+    """Which of equally fast plans is kept, as ``--prefer``."""
+
+    @cached_property
+    def all_finished(self) -> tuple[TrialRecord, ...]:
+        """The finished trials, confirmation runs included."""
+        return tuple(trial for trial in self.trials if trial.state is State.FINISHED)
+
+    @cached_property
+    def confirmations(self) -> tuple[TrialRecord, ...]:
+        """The finished confirmation runs."""
+        return tuple(t for t in self.all_finished if t.purpose is Purpose.CONFIRM)
+
+    @cached_property
+    def searched(self) -> tuple[tuple[TrialRecord, TrialRecord], ...]:
+        """The search's finished trials, each as it was and as its confirmation run corrects it."""
+        found = (trial for trial in self.all_finished if trial.purpose is Purpose.SEARCH)
+        return tuple((t, corrected(t, self.confirmations, self.budget)) for t in found)
+
+    @cached_property
+    def finished(self) -> tuple[TrialRecord, ...]:
+        """The search's finished trials, corrected."""
+        return tuple(after for _, after in self.searched)
+
+    @cached_property
+    def baseline(self) -> Verdict | None:
+        """The verdict of the neutral plan, if it has one."""
+        return next((trial.verdict for trial in self.finished if trial.plan.neutral), None)
+
+    @cached_property
+    def drifted(self) -> tuple[TrialReport, ...]:
+        """The reports of the confirmation runs that drifted."""
+        found = (t.report for t in self.confirmations if t.verdict is Verdict.DRIFTED)
+        return tuple(report for report in found if report is not None)
+
+    @cached_property
+    def running(self) -> tuple[TrialRecord, ...]:
+        """The search's trials without a verdict."""
+        states = (t for t in self.trials if t.state is State.RUNNING)
+        return tuple(trial for trial in states if trial.purpose is Purpose.SEARCH)
+
+    @cached_property
+    def ranked(self) -> list[TrialRecord]:
+        """The finished trials that fit, the fastest first."""
+        return ranked(self.finished, self.budget, self.horizon)
+
+    @cached_property
+    def ranked_sound(self) -> list[TrialRecord]:
+        """The trials of ``ranked`` without a level that drifted in a confirmation run."""
+        return ranked_sound((*self.finished, *self.confirmations), self.budget, self.horizon)
+
+    @cached_property
+    def hardly_fit(self) -> frozenset[Plan]:
+        """The plans whose confirmation run was slower because memory was nearly full."""
+        changed = ((best_plan(b), a) for b, a in self.searched if a is not b)
+        return frozenset(p for p, a in changed if best_plan(a) == p and fits(a, self.budget))
+
+    @property
+    def ranked_before_confirmation(self) -> list[TrialRecord]:
+        """``ranked_sound`` as if no confirmation run had been short of memory."""
+        return ranked_sound(self.all_finished, self.budget, self.horizon)
+
+    @cached_property
+    def winner(self) -> TrialRecord | None:
+        """The trial whose plan is the result; ``None`` if no plan fits.
+
+        If confirmation runs fit, the winner is one of them: of those that are as fast as the
+        fastest, within ``margin``, the one that is preferred (``flags.PREFERENCES``). Otherwise it
+        is the fastest trial of the search whose plan has no confirmation run and did not drift.
+        """
+        again = self.fitted_again
+        if not again:
+            return next(iter(self._unconfirmed), None)
+        fastest = max(again, key=lambda trial: _speed(trial, self.horizon))
+        if self.prefer == "speed":
+            return fastest
+        tied = [trial for trial in again if _as_fast(trial, fastest, self.horizon)]
+        return min(tied, key=_ORDERS[self.prefer])
+
+    @property
+    def preferred_unconfirmed(self) -> Plan | None:
+        """An unconfirmed plan that is preferred to the confirmed winner and was as fast.
+
+        Of several, the one that is preferred. It needs a confirmation run, because speeds measured
+        at different times are not comparable. ``None`` if there is no such plan, or if the winner
+        has no confirmation run.
+        """
+        winner = self.winner
+        if winner is None or winner.purpose is not Purpose.CONFIRM or self.prefer == "speed":
+            return None
+        order = _ORDERS[self.prefer]
+        tied = [trial for trial in self._unconfirmed if _as_fast(trial, winner, self.horizon)]
+        preferred = min(tied, key=order, default=winner)
+        return best_plan(preferred) if order(preferred)[:1] < order(winner)[:1] else None
+
+    @property
+    def faster_unconfirmed(self) -> Plan | None:
+        """The fastest unconfirmed plan if it may beat the confirmed winner, else ``None``.
+
+        Its trial must be faster by ``CLEARLY_FASTER`` and by ``margin``, because the speeds of a
+        few steps vary.
+        """
+        winner, left = self.winner, next(iter(self._unconfirmed), None)
+        if winner is None or winner.purpose is not Purpose.CONFIRM or left is None:
+            return None
+        if left.measurement is None or winner.measurement is None:
+            return None
+        more = max(CLEARLY_FASTER, margin(left.measurement, winner.measurement))
+        faster = _speed(left, self.horizon) > (1 + more) * _speed(winner, self.horizon)
+        return best_plan(left) if faster else None
+
+    @cached_property
+    def _unconfirmed(self) -> list[TrialRecord]:
+        """The trials of ``ranked_sound`` whose plans have no confirmation run."""
+        again = {trial.plan for trial in self.confirmations}
+        return [trial for trial in self.ranked_sound if best_plan(trial) not in again]
+
+    def confirmed(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
+        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
+        mine = [trial for trial in self.confirmations if trial.plan == plan]
+        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
+
+    @property
+    def fitted_again(self) -> list[TrialRecord]:
+        """The confirmation runs that fitted."""
+        return [trial for trial in self.confirmations if fits(trial, self.budget)]
+
+    def fitted(self, plan: Plan) -> bool:
+        """Return whether ``plan`` fitted in a confirmation run."""
+        return any(fits(each, self.budget) for each in self.confirmed(plan))
 
 
 def best(
@@ -185,7 +326,7 @@ def _best_point(
 ) -> Point | None:
     """Return the winner of a study, or the fastest plan within ``memory`` if it needs more."""
     known = []
-    winner = winning(trials, study.budget, horizon, study.prefer)
+    winner = StudySnapshot(tuple(trials), study.budget, horizon, study.prefer).winner
     if winner is not None and winner.measurement is not None:
         confirmed, plan = winner.purpose is Purpose.CONFIRM, best_plan(winner)
         known.append(Point(plan=plan, measurement=winner.measurement, confirmed=confirmed))
@@ -201,88 +342,12 @@ def _of_plan(trials: Sequence[TrialRecord], plan: Plan) -> list[Measurement]:
     return [each for each in mine if each is not None]
 
 
-def winning(
-    trials: Sequence[TrialRecord],
-    budget: int,
-    horizon: int = HORIZON,
-    prefer: str = "fidelity",
-) -> TrialRecord | None:
-    """Return the trial whose plan is the result; ``None`` if no plan fits.
-
-    If confirmation runs fit, the winner is one of them: of those that are as fast as the fastest,
-    within ``margin``, the one that is preferred (``flags.PREFERENCES``). Otherwise it is the
-    fastest trial of the search whose plan has no confirmation run and did not drift.
-    """
-    confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
-    again = [trial for trial in confirmed if fits(trial, budget)]
-    if not again:
-        return next(iter(_unconfirmed(trials, budget, horizon)), None)
-    fastest = max(again, key=lambda trial: _speed(trial, horizon))
-    tied = [trial for trial in again if _as_fast(trial, fastest, horizon)]
-    return fastest if prefer == "speed" else min(tied, key=_ORDERS[prefer])
-
-
 def extent(plan: Plan) -> tuple[Fidelity, int, bool]:
     """Return how much a plan changes, to compare plans: fidelity first, then number of levels.
 
     A plan that splits the batch changes more than another one with as many levels.
     """
     return plan.fidelity(), len(plan.changes), plan.splits
-
-
-def preferred_unconfirmed(
-    trials: Sequence[TrialRecord],
-    budget: int,
-    horizon: int = HORIZON,
-    prefer: str = "fidelity",
-) -> Plan | None:
-    """Return an unconfirmed plan that is preferred to the confirmed winner and was as fast.
-
-    Of several, the one that is preferred. It needs a confirmation run, because speeds measured at
-    different times are not comparable. ``None`` if there is no such plan, or if the winner has no
-    confirmation run.
-    """
-    winner = winning(trials, budget, horizon, prefer)
-    if winner is None or winner.purpose is not Purpose.CONFIRM or prefer == "speed":
-        return None
-    order = _ORDERS[prefer]
-    left = _unconfirmed(trials, budget, horizon)
-    tied = [trial for trial in left if _as_fast(trial, winner, horizon)]
-    preferred = min(tied, key=order, default=winner)
-    return best_plan(preferred) if order(preferred)[:1] < order(winner)[:1] else None
-
-
-def faster_unconfirmed(
-    trials: Sequence[TrialRecord],
-    budget: int,
-    horizon: int = HORIZON,
-    prefer: str = "fidelity",
-) -> Plan | None:
-    """Return the fastest unconfirmed plan if it may beat the confirmed winner, else ``None``.
-
-    Its trial must be faster by ``CLEARLY_FASTER`` and by ``margin``, because the speeds of a few
-    steps vary.
-    """
-    winner = winning(trials, budget, horizon, prefer)
-    if winner is None or winner.purpose is not Purpose.CONFIRM:
-        return None
-    left = next(iter(_unconfirmed(trials, budget, horizon)), None)
-    if left is None or left.measurement is None or winner.measurement is None:
-        return None
-    more = max(CLEARLY_FASTER, margin(left.measurement, winner.measurement))
-    faster = _speed(left, horizon) > (1 + more) * _speed(winner, horizon)
-    return best_plan(left) if faster else None
-
-
-def _unconfirmed(trials: Sequence[TrialRecord], budget: int, horizon: int) -> list[TrialRecord]:
-    """Return the search's sound trials whose plans have no confirmation run, the fastest first."""
-    confirmed = [trial for trial in trials if trial.purpose is Purpose.CONFIRM]
-    again = {trial.plan for trial in confirmed}
-    searched = (trial for trial in trials if trial.purpose is Purpose.SEARCH)
-    counted = [*confirmed, *(corrected(trial, confirmed, budget) for trial in searched)]
-    return [
-        trial for trial in ranked_sound(counted, budget, horizon) if best_plan(trial) not in again
-    ]
 
 
 def ranked(trials: Sequence[TrialRecord], budget: int, horizon: int = HORIZON) -> list[TrialRecord]:

@@ -33,7 +33,7 @@ class Result:
     """The figures of the script without a plan, if it was measured."""
     baseline_verdict: Verdict
     variation: float
-    """How much the figures vary, as a share: see ``analysis/speeds.py``."""
+    """How much the figures vary, as a share: see ``analysis/verdicts.py``."""
     trials: int
     launches: int
     """Processes started."""

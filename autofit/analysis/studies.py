@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autofit.analysis.ranking import differences, result_of, winning
+from autofit.analysis.ranking import StudySnapshot, differences, result_of
 from autofit.analysis.result import Result
 from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord, script_path
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 from autofit.worker.records.trials import Measurement, Script
 
 
@@ -60,9 +60,9 @@ class Side:
 def stored_study(store: Store, study: StudyRecord) -> StoredStudy:
     """Return a study with its trials and its best result."""
     trials = store.trials(study)
-    finished = [trial for trial in trials if trial.state is State.FINISHED]
     result = result_of(store, study)
-    winner = winning(finished, study.budget, prefer=study.prefer) if result is not None else None
+    now = StudySnapshot(trials, study.budget, prefer=study.prefer)
+    winner = now.winner if result is not None else None
     return StoredStudy(study=study, trials=trials, result=result, winner=winner)
 
 

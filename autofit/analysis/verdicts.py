@@ -8,6 +8,7 @@ say which other plans the verdict rules out. All are pure functions of records.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ PHASES = (OUTSIDE, CHECK, "forward", "backward", "optimizer step", "the whole st
 
 TIE = 0.03
 """Speeds that differ by this share or less count as equal. Launches of one plan differ as much."""
+NOISY = 0.05
+"""Variation from which a summary says that the figures are noisy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,3 +343,31 @@ def _progress(trial: TrialRecord) -> tuple[bool, int]:
         return False, -1
     into = PHASES.index(shortage.phase) if shortage.phase in PHASES else -1
     return bool(shortage.steps) or shortage.phase == PHASES[-1], into
+
+
+def margin(one: Measurement, other: Measurement) -> float:
+    """Return the share by which two speeds must differ before one of them counts as higher.
+
+    It is at least ``TIE``, and at least the spread of the difference: the spreads of two
+    independent measurements add up as the root of their squares.
+    """
+    return max(TIE, math.hypot(one.spread, other.spread))
+
+
+def variation(*plans: Sequence[Measurement]) -> float:
+    """Return how much the figures of some plans vary, as a share.
+
+    ``plans``: the measurements of each plan, from different processes. The result is the largest of
+    two shares: by how much the steps of one measurement vary (``Measurement.variation``), and by
+    how much the speeds of one plan differ (half their range, relative to its middle). A machine
+    that this training has for itself shows a few percent.
+    """
+    steps = [each.variation for plan in plans for each in plan]
+    speeds = [[each.samples_per_second for each in plan] for plan in plans]
+    differ = [(max(plan) - min(plan)) / (max(plan) + min(plan)) for plan in speeds if plan]
+    return max([*steps, *differ], default=0.0)
+
+
+def is_faster(new: Measurement, old: Measurement) -> bool:
+    """Return whether ``new`` is faster than ``old`` by more than ``margin``."""
+    return new.samples_per_second > (1 + margin(new, old)) * old.samples_per_second

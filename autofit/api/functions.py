@@ -15,11 +15,11 @@ from autofit.api.study import Study
 from autofit.api.values import parse
 from autofit.exceptions import UsageError
 from autofit.export.load import load_plan
-from autofit.flags import Kind, flags_of
+from autofit.flags import ValueKind, flags_of
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.fitting import Fit
 from autofit.inspection.options import ExplainOptions, FitOptions
-from autofit.launch_lines.span import differing
+from autofit.launch_lines import differing
 from autofit.plan import Plan
 from autofit.strategies import Fidelity
 from autofit.tuning.options import SearchOptions
@@ -160,7 +160,7 @@ def best(
         scripts.url(storage),
         None if launch is None else launch.script,
         ranks=None if launch is None else launch.ranks,
-        memory=parse("memory", memory, Kind.SIZE),
+        memory=parse("memory", memory, ValueKind.SIZE),
         say=say,
     )
     say(note)
@@ -213,14 +213,14 @@ def run(
     from autofit.running.run import run as run_script
 
     launch, say = scripts.launch(script, args, module=module, cwd=cwd), _say(quiet)
-    ranks = parse("gpus_per_trial", gpus_per_trial, Kind.COUNT)
+    ranks = parse("gpus_per_trial", gpus_per_trial, ValueKind.COUNT)
     for line in (*launch.lines, *(differing(launch, ranks) if ranks else ())):
         say(line)
     return run_script(
         launch.script,
         plan=_plan(plan),
         storage=scripts.url(storage),
-        memory=parse("memory", memory, Kind.SIZE),
+        memory=parse("memory", memory, ValueKind.SIZE),
         resume=resume_arg,
         ranks=ranks or launch.ranks,
         address=address,

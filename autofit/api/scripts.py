@@ -10,8 +10,7 @@ from typing import Any
 
 from autofit.exceptions import UsageError
 from autofit.inspection.options import CheckOptions, ExplainOptions, FitOptions
-from autofit.launch_lines import Launch, check_file, check_syntax, launch_of, understand
-from autofit.launch_lines.span import span
+from autofit.launch_lines import Launch, check_file, check_syntax, launch_of, span, understand
 from autofit.storage.url import default_url, to_url
 from autofit.tuning.options import SearchOptions
 
@@ -58,7 +57,7 @@ def search_options(launch: Launch, given: Mapping[str, Any]) -> SearchOptions:
     if both := given["only"] & given["without"]:
         raise UsageError(f"--only and --without both name {', '.join(sorted(both))}: drop one")
     if (device := given.get("device")) not in (None, "cpu"):
-        raise UsageError(f"--device {device}: only cpu can be given; visible GPUs are used")
+        raise UsageError(f"--device {device}: write cpu, or leave it out to use the visible GPUs")
     check_syntax(launch.script)
     ranks, why = span(launch, given["gpus"], given["gpus_per_trial"])
     other = ranks != launch.ranks  # the launch line would start the wrong number of ranks

@@ -15,9 +15,9 @@ from autofit.analysis.frontier import Point, frontier
 from autofit.analysis.result import Result
 from autofit.analysis.studies import StoredStudy, stored_study
 from autofit.analysis.verdicts import best_plan
-from autofit.printable import printable
 from autofit.report.page import write_report
 from autofit.storage import Store, StudyRecord, TrialRecord
+from autofit.text import printable
 from autofit.view import history
 
 WIDTH = 120

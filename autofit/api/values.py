@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from autofit.exceptions import UsageError
-from autofit.flags import PREFERENCES, Kind
+from autofit.flags import PREFERENCES, ValueKind
 from autofit.strategies import Fidelity, get
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 from autofit.units import parse_duration, parse_size
 
 
-def parse(name: str, value: Any, kind: Kind) -> Any:
+def parse(name: str, value: Any, kind: ValueKind) -> Any:
     """Return the value of an option as ``SearchOptions`` holds it.
 
     ``None`` stays. Raises ``UsageError``, which names the option, for a value that is not allowed.
+
+    >>> parse("memory", "24GiB", ValueKind.SIZE)
+    25769803776
+    >>> parse("allow", "recipe", ValueKind.FIDELITY)
+    <Fidelity.RECIPE: 3>
     """
     if value is None:
         return None
@@ -100,14 +105,14 @@ def _number(value: object) -> float | None:
     return value
 
 
-_PARSERS: dict[Kind, Callable[[object], Any]] = {
-    Kind.SIZE: _size,
-    Kind.DURATION: _duration,
-    Kind.COUNT: _count,
-    Kind.PERCENT: _percent,
-    Kind.FIDELITY: _fidelity,
-    Kind.PREFERENCE: _preference,
-    Kind.STRATEGIES: _strategies,
-    Kind.TEXT: _text,
-    Kind.SWITCH: _switch,
+_PARSERS: dict[ValueKind, Callable[[object], Any]] = {
+    ValueKind.SIZE: _size,
+    ValueKind.DURATION: _duration,
+    ValueKind.COUNT: _count,
+    ValueKind.PERCENT: _percent,
+    ValueKind.FIDELITY: _fidelity,
+    ValueKind.PREFERENCE: _preference,
+    ValueKind.STRATEGIES: _strategies,
+    ValueKind.TEXT: _text,
+    ValueKind.SWITCH: _switch,
 }

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from autofit.cli import types
-from autofit.cli.lazy import Group
+from autofit.cli import SuggestingGroup, types
 from autofit.cli.out import render, say, show, write
 from autofit.exceptions import UsageError
 
@@ -30,7 +29,7 @@ def _options(function: F) -> F:
     return store(as_json(function))
 
 
-@click.group("history", cls=Group, invoke_without_command=True)
+@click.group("history", cls=SuggestingGroup, invoke_without_command=True)
 @_options
 @click.pass_context
 def command(context: click.Context, storage: str | None, as_json: bool) -> None:
@@ -113,7 +112,9 @@ def delete(study: str, yes: bool, storage: str | None, as_json: bool) -> None:
         found = stored_study(store, study_named(store, study))
         what = f"study {found.study.id} ({found.study.script}; {many(len(found.trials), 'trial')})"
         if not yes and not sys.stdin.isatty():
-            raise UsageError(f"{what} would be deleted: add --yes, as no terminal can be asked")
+            raise UsageError(
+                f"{what} would be deleted: there is no terminal to ask you, so add --yes"
+            )
         if not yes and not click.confirm(f"delete {what}?", err=True):
             show(["nothing was deleted"])
             return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autofit.printable import printable
+from autofit.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

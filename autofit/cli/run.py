@@ -69,7 +69,7 @@ def command(
     launch = the_launch(script, module)
 
     from autofit.export.load import load_plan
-    from autofit.launch_lines.span import differing
+    from autofit.launch_lines import differing
     from autofit.running.run import run
 
     given = None if plan is None else load_plan(Path(plan))

@@ -63,7 +63,7 @@ def command(
     """
     options = _options(the_launch(script, module), **given)
     if server is not None and dry_run:
-        raise UsageError("--server and --dry-run: give one of both")
+        raise UsageError("--server and --dry-run: give one of them")
     if server is None and (priority is not None or deadline is not None):
         raise UsageError("--priority and --deadline are for searches of a service: add --server")
     if dry_run:
@@ -87,13 +87,13 @@ def _end_as_by_ctrl_c() -> None:
 
 def _preview(options: SearchOptions, as_json: bool) -> None:
     from autofit.tuning.preview import dry_run
-    from autofit.view.preview import as_document, lines
+    from autofit.view.summary import preview_document, preview_lines
 
     preview = dry_run(options)
     if as_json:
-        write(json.dumps(as_document(preview), indent=2) + "\n")
+        write(json.dumps(preview_document(preview), indent=2) + "\n")
     else:
-        show([*options.lines, *lines(preview)])
+        show([*options.lines, *preview_lines(preview)])
 
 
 def _starter(

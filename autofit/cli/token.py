@@ -7,11 +7,10 @@ from datetime import UTC, datetime, timedelta
 
 import click
 
-from autofit.cli import types
-from autofit.cli.lazy import Group
+from autofit.cli import SuggestingGroup, types
 from autofit.cli.out import say, write
 from autofit.exceptions import UsageError
-from autofit.printable import printable
+from autofit.text import printable
 
 _storage = click.option(
     "--storage",
@@ -20,7 +19,7 @@ _storage = click.option(
 )
 
 
-@click.group("token", cls=Group)
+@click.group("token", cls=SuggestingGroup)
 def command() -> None:
     """Make tokens for the users of autofit serve."""
 
@@ -69,7 +68,9 @@ def create(
     try:
         end = None if expires is None else datetime.now(UTC) + timedelta(seconds=expires)
     except OverflowError:
-        raise UsageError("--expires: no calendar reaches so far: leave it out") from None
+        raise UsageError(
+            "--expires: the date would be after the year 9999: give less, or leave it out"
+        ) from None
     with Store(types.url_of(storage)) as store:
         token = create_token(store, user, limits, expires=end)
     write(token + "\n")

@@ -16,8 +16,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from autofit.exceptions import UsageError
-from autofit.flags import PREFERENCES, Flag, Kind, default_of, flag_name, flags_of
-from autofit.suggestions import did_you_mean
+from autofit.flags import PREFERENCES, Flag, ValueKind, default_of, flag_name, flags_of
+from autofit.text import did_you_mean
 
 T = TypeVar("T")
 F = TypeVar("F", bound=click.Command)
@@ -64,7 +64,7 @@ class Choice(click.Choice[str]):
             raise click.BadParameter(message, ctx, param) from None
 
 
-class Fidelity(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+class FidelityName(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
     """The name of a fidelity; the strategies are imported only when it is read or shown."""
 
     name = "fidelity"
@@ -97,20 +97,20 @@ def _strategy_names(ctx: click.Context, param: click.Parameter, incomplete: str)
     return [name for name in NAMES if name.startswith(incomplete)]
 
 
-_KINDS: dict[Kind, dict[str, Any]] = {
-    Kind.SIZE: {"callback": size},
-    Kind.DURATION: {"callback": duration},
-    Kind.COUNT: {"type": click.IntRange(min=1)},
-    Kind.PERCENT: {"type": click.FloatRange(min=0, max=100, max_open=True)},
-    Kind.FIDELITY: {"type": Fidelity()},
-    Kind.PREFERENCE: {"type": click.Choice(PREFERENCES)},
-    Kind.STRATEGIES: {
+_KINDS: dict[ValueKind, dict[str, Any]] = {
+    ValueKind.SIZE: {"callback": size},
+    ValueKind.DURATION: {"callback": duration},
+    ValueKind.COUNT: {"type": click.IntRange(min=1)},
+    ValueKind.PERCENT: {"type": click.FloatRange(min=0, max=100, max_open=True)},
+    ValueKind.FIDELITY: {"type": FidelityName()},
+    ValueKind.PREFERENCE: {"type": click.Choice(PREFERENCES)},
+    ValueKind.STRATEGIES: {
         "multiple": True,
         "callback": strategies,
         "shell_complete": _strategy_names,
     },
-    Kind.TEXT: {},
-    Kind.SWITCH: {"is_flag": True},
+    ValueKind.TEXT: {},
+    ValueKind.SWITCH: {"is_flag": True},
 }
 
 

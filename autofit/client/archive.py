@@ -95,7 +95,7 @@ class _Unpacked(gzip.GzipFile):
     def read(self, size: int | None = -1) -> bytes:
         """Return up to ``size`` bytes; refuse to read a header that is as large."""
         if size is None or not 0 <= size <= _PART:
-            raise UsageError("the archive has a header that is too long: pack the folder itself")
+            raise UsageError("a header of the archive is too long: pack the folder with GNU tar")
         return super().read(size)
 
 
@@ -131,7 +131,9 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise UsageError("the archive takes too much memory to read: send less") from None
+        raise UsageError(
+            "reading the archive takes too much memory: send a smaller folder"
+        ) from None
     except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError, RecursionError) as error:
         raise UsageError(f"the upload is no .tar.gz archive: {error}") from error
 
@@ -146,11 +148,11 @@ def _checked(entry: tarfile.TarInfo) -> str:
     if _CONTROL.search(name) or len(name) > LONGEST_NAME or not 0 < len(path.parts) <= DEEPEST:
         if entry.isdir() and not path.parts:  # the folder itself, as tar writes it
             return "."
-        raise UsageError(f"the archive's {shown!r} is no name of a file: rename it")
+        raise UsageError(f"the archive's {shown!r} is not a valid file name: rename the file")
     if entry.issym() or entry.islnk():
         raise UsageError(f"the archive's {shown!r} is a link: pack the file that it names")
     if not (entry.isfile() or entry.isdir()):
-        raise UsageError(f"the archive's {shown!r} is no file and no folder: leave it out")
+        raise UsageError(f"the archive's {shown!r} is neither a file nor a folder: leave it out")
     return path.as_posix()
 
 

@@ -32,7 +32,7 @@ _LOST_ERRORS = (OSError, http.client.HTTPException)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ServerEvent:
     """One server-sent event."""
 
     id: str
@@ -79,7 +79,7 @@ class Service:
         data = json.dumps(content).encode()
         return json.loads(self._answer("POST", path, data, "application/json"))
 
-    def events(self, path: str) -> Iterator[Event]:
+    def events(self, path: str) -> Iterator[ServerEvent]:
         """Yield server-sent events until the service ends the stream; go on after a lost line."""
         last, heard = "", time.monotonic()
         while True:
@@ -130,7 +130,10 @@ class Service:
                 " issuer is not known here, name the issuer's certificate in SSL_CERT_FILE"
             ) from error
         if over:
-            raise self._lost(reason) from error
+            raise WorkerError(
+                f"the service at {self.url} does not answer ({reason}): is `autofit serve` running"
+                " there? A submitted search goes on without this command"
+            ) from error
         if not self._waits:
             self._waits = True
             self._say(f"{self.url} cannot answer now ({reason}): trying again for {LOST:.0f} s")
@@ -146,12 +149,6 @@ class Service:
         self._waits = False
         return answer
 
-    def _lost(self, reason: object) -> WorkerError:
-        return WorkerError(
-            f"the service at {self.url} does not answer ({reason}): is `autofit serve` running"
-            " there? A submitted search goes on without this command"
-        )
-
 
 def _refusal(error: urllib.error.HTTPError) -> AutofitError:
     try:
@@ -162,7 +159,7 @@ def _refusal(error: urllib.error.HTTPError) -> AutofitError:
     return kind(f"the service says: {message}")
 
 
-def _parsed(stream: Any) -> Iterator[Event | None]:
+def _parsed(stream: Any) -> Iterator[ServerEvent | None]:
     """Yield the events of a stream, and ``None`` for each sign of life.
 
     The format is that of https://html.spec.whatwg.org/multipage/server-sent-events.html.
@@ -176,7 +173,7 @@ def _parsed(stream: Any) -> Iterator[Event | None]:
                 yield None
             fields[name] = value.removeprefix(" ")
         elif "data" in fields:
-            yield Event(
+            yield ServerEvent(
                 id=fields.get("id", ""),
                 kind=fields.get("event", "message"),
                 content=json.loads(fields["data"]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from autofit import exceptions
-from autofit.exceptions import AutofitError, ScriptError, StorageError, WorkerError
+from autofit.exceptions import AutofitError, ScriptError, WorkerError
 from autofit.facts import Facts, Hardware
 from autofit.storage import Outcome, Purpose, State, Store, StudyKey, StudyRecord, TrialRecord
 from autofit.storage.convert import from_json, to_json
@@ -164,16 +164,3 @@ def write_copy(
     by_phase = without(copy.seconds_by_phase, before.seconds_by_phase)
     store.add_seconds(study, max(0.0, copy.seconds - before.seconds), by_phase)
     return store.study(study.id)
-
-
-__all__ = [
-    "StorageError",
-    "StudyCopy",
-    "copy_of",
-    "error_of",
-    "notice_from_json",
-    "notice_to_json",
-    "open_copy",
-    "outcome_of",
-    "write_copy",
-]

@@ -8,6 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +192,6 @@ def _cancel(service: Service, number: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return (
-        sorted(value) if isinstance(value, frozenset) else str(value) if _is_enum(value) else value
-    )
-
-
-def _is_enum(value: Any) -> bool:
-    return hasattr(value, "name") and hasattr(value, "value")
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return str(value) if isinstance(value, Enum) else value

@@ -22,7 +22,7 @@ from autofit.worker.records.traces import Trace, TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class TraceComparison:
     """The result of comparing two traces."""
 
     drifted: str | None = None
@@ -41,7 +41,7 @@ class _Obstacle(Exception):
     """This step and all later ones cannot be compared."""
 
 
-def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) -> Comparison:
+def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) -> TraceComparison:
     """Compare the trace of a plan with the reference's.
 
     ``fidelity``: what the plan may change, at most ``ROUNDING``. ``splits``: the plan or the
@@ -66,10 +66,10 @@ def compare(found: Trace, expected: Trace, fidelity: Fidelity, *, splits: bool) 
             _Step(number, found, expected, ours, theirs, tolerance, rounding).check()
             compared += 1
     except _Drift as drift:
-        return Comparison(drifted=str(drift), steps=compared)
+        return TraceComparison(drifted=str(drift), steps=compared)
     except _Obstacle as obstacle:
-        return Comparison(obstacle=str(obstacle), steps=compared)
-    return Comparison(steps=compared)
+        return TraceComparison(obstacle=str(obstacle), steps=compared)
+    return TraceComparison(steps=compared)
 
 
 def _tolerance(

@@ -71,7 +71,7 @@ def _patched(result: Result) -> tuple[str, str, Carried]:
     script = result.script
     if script.module:
         raise UsageError(
-            f"--format patch: {script.target} is started as a module; see --format python"
+            f"--format patch: {script.target} is started as a module; use --format python"
         )
     try:
         text = _path(result).read_text(encoding="utf-8")

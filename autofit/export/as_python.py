@@ -13,9 +13,9 @@ from textwrap import dedent, indent
 from autofit.analysis.result import Result
 from autofit.export.carried import Carried
 from autofit.plan import Plan
-from autofit.printable import printable
 from autofit.strategies.base import ByHand
 from autofit.strategies.inspection import blocks
+from autofit.text import printable
 from autofit.units import format_size
 
 IMPORTS = """

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autofit.analysis.result import Result
-from autofit.export.document import document
+from autofit.export.as_json import document
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 

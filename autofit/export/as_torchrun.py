@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from autofit.analysis.result import Result
 from autofit.export.carried import launched_with, origin
 from autofit.export.load import PLAN
-from autofit.printable import printable
+from autofit.text import printable
 
 FILE = "autofit-plan.json"
 END = "END_OF_PLAN"

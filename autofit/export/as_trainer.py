@@ -89,7 +89,7 @@ def _known_fields() -> frozenset[str]:
     """Return the fields of the installed ``TrainingArguments``; none without transformers."""
     if importlib.util.find_spec("transformers") is None:
         return frozenset()
-    from autofit.strategies.support.bitsandbytes import bitsandbytes
+    from autofit.strategies.support.optimizers import bitsandbytes
 
     bitsandbytes()  # transformers imports it too, and would print its messages
     from transformers import TrainingArguments

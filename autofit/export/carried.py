@@ -9,11 +9,11 @@ from typing import Any
 
 from autofit.analysis.result import Result
 from autofit.plan import Plan
-from autofit.printable import printable
 from autofit.strategies import Facts, Number, Strategy, counting
 from autofit.strategies.base import ScriptPart, Training
+from autofit.text import printable
 from autofit.units import format_size
-from autofit.worker.launch import rank_environment
+from autofit.worker.launch.environment import environment
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def origin(result: Result) -> str:
 
 def launched_with(result: Result) -> dict[str, str]:
     """Return the variables that the launcher set for the script, without those of a rank."""
-    own = rank_environment.environment(0, 1, 0, {})
+    own = environment(0, 1, 0, {})
     return {name: value for name, value in result.script.environment if name not in own}
 
 

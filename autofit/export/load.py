@@ -15,11 +15,18 @@ PLAN = "plan"
 
 
 def load_plan(path: Path) -> Plan:
-    """Return the plan in ``path``, an export in JSON or TOML.
+    r"""Return the plan in ``path``, an export in JSON or TOML.
 
     Only the table ``plan`` is read, which maps strategies to levels. Other strategies stay at the
     script's own setting. Raises ``UsageError`` if the file cannot be read, or if this version of
     autofit does not know the plan.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "plan.toml")
+    ...     _ = path.write_text('[plan]\nprecision = "bf16"')
+    ...     print(load_plan(path))
+    bf16
     """
     levels = _parsed(path).get(PLAN)
     if not isinstance(levels, dict) or not all(map(_is_level, levels.values())):
@@ -34,7 +41,8 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the plan {str(path)!r} cannot be read: {_why(error)}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not text"
+        raise UsageError(f"the plan {str(path)!r} cannot be read: {reason}") from error
     try:
         found = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (RecursionError, ValueError) as error:
@@ -47,7 +55,3 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 def _is_level(value: object) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool)
-
-
-def _why(error: OSError | UnicodeDecodeError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or "it is not text"

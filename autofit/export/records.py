@@ -10,7 +10,7 @@ from typing import Any
 from autofit.analysis.ranking import seconds_by_phase
 from autofit.analysis.studies import Side, StoredStudy
 from autofit.analysis.verdicts import best_plan
-from autofit.export.document import figures, script_document
+from autofit.export.as_json import figures, script_document
 from autofit.export.load import PLAN
 from autofit.storage import StudyRecord, TrialRecord
 from autofit.strategies import AS_IS, NAMES

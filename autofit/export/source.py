@@ -127,7 +127,11 @@ class Source:
         has |= dict(zip(positional, call.args, strict=False))
         edits = [(*self._span(has[name]), code) for name, code in given.items() if name in has]
         new = [f"{name}={code}" for name, code in given.items() if name not in has]
-        last = max([*call.args, *(each.value for each in call.keywords)], key=_end, default=None)
+        last = max(
+            [*call.args, *(each.value for each in call.keywords)],
+            key=lambda each: (each.end_lineno or 0, each.end_col_offset or 0),
+            default=None,
+        )
         if new and last is None:
             _, end = self._span(call)
             edits.append((end - 1, end - 1, ", ".join(new)))
@@ -275,7 +279,11 @@ class _Pass:
         read = {each.id for each in after if isinstance(each.ctx, ast.Load)}
         if not batch or read & ({*batch} | made - {self.loss}):
             return None
-        zeroes = [each for each in self.statements if _zeroes(each)]
+        zeroes = [
+            each
+            for each in self.statements
+            if isinstance(each, ast.Expr) and _is_method(each.value, "zero_grad")
+        ]
         forward = [each for each in self.forward if each not in zeroes]
         after_loss = [e for e in self.statements[len(self.forward) : -1] if e not in zeroes]
         split = [f"{name}.split({size})" for name in batch]
@@ -319,7 +327,11 @@ class _Pass:
 def _pass(body: list[ast.stmt], end: ast.stmt, loss: str, model: str) -> _Pass | None:
     """Return the training pass that ends with ``end`` in a body of statements."""
     stop = body.index(end)
-    calls = [i for i, each in enumerate(body[:stop]) if _calls_model(each, model)]
+    calls = [
+        i
+        for i, each in enumerate(body[:stop])
+        if any(ast.unparse(call.func) == model for call in _calls_of(each))
+    ]
     makes = [i for i, each in enumerate(body[:stop]) if loss in _names(each, ast.Store)]
     if not calls or not makes or makes[-1] < calls[0]:
         return None
@@ -337,10 +349,6 @@ def _last_name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _end(node: ast.expr) -> tuple[int, int]:
-    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _calls_of(node: ast.AST) -> Iterator[ast.Call]:
@@ -366,20 +374,12 @@ def _fitted(call: ast.Call) -> str | None:
     return given[0].id if given and isinstance(given[0], ast.Name) else None
 
 
-def _calls_model(node: ast.AST, model: str) -> bool:
-    return any(ast.unparse(e.func) == model for e in _calls_of(node))
-
-
 def _backward_of(node: ast.stmt) -> str | None:
     """Return ``NAME`` for the statement ``NAME.backward()``."""
     if not (isinstance(node, ast.Expr) and _is_method(node.value, "backward")):
         return None
     owner = node.value.func.value
     return owner.id if isinstance(owner, ast.Name) else None
-
-
-def _zeroes(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and _is_method(node.value, "zero_grad")
 
 
 class _Method(ast.Call):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autofit.exceptions import UsageError
 from autofit.facts import Hardware
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 from autofit.worker.meter.kinds import cuda
 
 GIB = 1 << 30

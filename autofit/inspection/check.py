@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -15,7 +15,7 @@ from autofit.inspection.options import CheckOptions
 from autofit.plan import Plan
 from autofit.storage import DiscoveryRecord, InspectionKey, Store, script_path
 from autofit.worker.cluster.versions import versions
-from autofit.worker.records.inspection import Inspection, Part, TensorKind
+from autofit.worker.records.inspection import Inspection, TensorKind
 from autofit.worker.records.trials import OutOfMemory, Script
 
 OF_MODULES = (
@@ -118,16 +118,12 @@ def _peak(outcome: LaunchOutcome) -> int | None:
     return inspected.plain.device if inspected.plain else inspected.moments[0].peak
 
 
-def _parts(outcome: LaunchOutcome) -> Iterable[Part]:
-    if outcome.inspected is None:
-        return ()
-    return (*outcome.inspected.moments[0].parts, *beside_tensors(outcome.inspected))
-
-
 def _modules(outcome: LaunchOutcome) -> Modules:
     """Return the bytes at the peak by module and kind."""
     found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for part in _parts(outcome):
+    seen = outcome.inspected
+    parts = () if seen is None else (*seen.moments[0].parts, *beside_tensors(seen))
+    for part in parts:
         found[part.module if part.kind in OF_MODULES else ""][str(part.kind)] += part.size
     return found
 

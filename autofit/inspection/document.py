@@ -1,4 +1,4 @@
-"""An explanation and a check as plain data, for ``--json``. Sizes are bytes."""
+"""An explanation, a check and what fits, as plain data for ``--json``. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from autofit.inspection.check import Check
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.fitting import Fit
 from autofit.inspection.techniques import Technique
-from autofit.worker.records.inspection import Growth, Part, TensorKind
-from autofit.worker.records.places import SourceLine
+from autofit.worker.records.inspection import Growth, Part, SourceLine, TensorKind
 from autofit.worker.records.trials import OutOfMemory
 
 

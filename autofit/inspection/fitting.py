@@ -77,7 +77,8 @@ def fitting(options: FitOptions, say: Say = lambda line: None) -> Fit:
         TensorKind.WEIGHTS, TensorKind.OTHER, TensorKind.TEMPORARY
     ):
         raise UsageError(
-            f"{options.script.target} puts nothing on a GPU: give the arguments with which it does"
+            f"{options.script.target} puts nothing on a GPU: give the arguments with which it"
+            " trains on one"
         )
     found = CardFits(outcome, cuda=True)
     return Fit(
@@ -94,7 +95,7 @@ def _models(options: FitOptions) -> tuple[GpuModel, ...]:
     if options.gpu is not None or options.memory is None:
         if options.flops is not None:
             raise UsageError(
-                "--flops describes a card that is not in the table: give --memory, without --gpu"
+                "--flops is for a card that autofit does not know: give its --memory too, no --gpu"
             )
         return models_named(options.gpu)
     like = model_named(LIKE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from autofit.flags import Kind, flag
+from autofit.flags import ValueKind, flag
 
 if TYPE_CHECKING:
     from autofit.worker.records.trials import Script
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GPU = flag(
     "Predict it for a card that is not here, such as H100; `fit` takes several, by commas.",
-    Kind.TEXT,
+    ValueKind.TEXT,
     "NAME",
 )
 """The option ``--gpu``."""
@@ -30,25 +30,27 @@ class ExplainOptions:
     memory: int | None = field(
         default=None,
         metadata=flag(
-            "Memory budget, such as 24GiB (default: the free memory).", Kind.SIZE, "SIZE"
+            "Memory budget, such as 24GiB (default: the free memory).", ValueKind.SIZE, "SIZE"
         ),
     )
     """Bytes; ``None`` for what the device has free, less a headroom."""
     gpu: str | None = field(default=None, metadata=GPU)
     leak: bool = field(
         default=False,
-        metadata=flag("Follow eight steps, and name the lines that keep tensors.", Kind.SWITCH),
+        metadata=flag(
+            "Follow eight steps, and name the lines that keep tensors.", ValueKind.SWITCH
+        ),
     )
     snapshot: str | None = field(
         default=None,
         metadata=flag(
             "Write PyTorch's memory snapshot for memory_viz to this file (GPU only).",
-            Kind.TEXT,
+            ValueKind.TEXT,
             "FILE",
         ),
     )
     storage: str = field(
-        metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
+        metadata=flag("Store, a file or a URL (default: ./autofit.db).", ValueKind.TEXT, "URL")
     )
     """SQLAlchemy URL of the store, whose measurements replace predictions."""
 
@@ -64,7 +66,7 @@ class FitOptions:
         default=None,
         metadata=flag(
             "Memory budget, such as 24GiB (default: each card's memory less 5 %).",
-            Kind.SIZE,
+            ValueKind.SIZE,
             "SIZE",
         ),
     )
@@ -73,7 +75,7 @@ class FitOptions:
         default=None,
         metadata=flag(
             "With --memory, for a card that autofit does not know: its TFLOP/s in bfloat16.",
-            Kind.COUNT,
+            ValueKind.COUNT,
             "TFLOPS",
         ),
     )
@@ -87,7 +89,7 @@ class CheckOptions:
     memory: int = field(
         metadata=flag(
             "Memory budget, such as 24GiB.",
-            Kind.SIZE,
+            ValueKind.SIZE,
             "SIZE",
             required=True,
         )
@@ -95,6 +97,6 @@ class CheckOptions:
     """Bytes."""
     gpu: str | None = field(default=None, metadata=GPU)
     storage: str = field(
-        metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
+        metadata=flag("Store, a file or a URL (default: ./autofit.db).", ValueKind.TEXT, "URL")
     )
     """SQLAlchemy URL."""

@@ -135,7 +135,10 @@ def combinations(singles: Iterable[Plan], facts: Facts) -> Iterator[Plan]:
     ``singles``: plans with one technique.
     """
     singles = [
-        plan for plan in singles if plan.fidelity(facts) <= Fidelity.ROUNDING and _lowers(plan)
+        plan
+        for plan in singles
+        if plan.fidelity(facts) <= Fidelity.ROUNDING
+        and any(strategy.lowered(level) and not strategy.sized for strategy, level in plan)
     ]
     for number in range(1, MOST_LEVELS + 1):
         for chosen in itertools.combinations(singles, number):
@@ -143,10 +146,6 @@ def combinations(singles: Iterable[Plan], facts: Facts) -> Iterator[Plan]:
             plan = Plan.of(levels)
             if len(plan.changes) == number and not clash(plan):
                 yield plan
-
-
-def _lowers(plan: Plan) -> bool:
-    return any(strategy.lowered(level) and not strategy.sized for strategy, level in plan)
 
 
 def stored(store: Store, script: Script, hardware: Hardware) -> Measured:

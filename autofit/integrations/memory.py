@@ -7,7 +7,7 @@ import resource
 import psutil
 
 from autofit.worker.meter import accelerator
-from autofit.worker.oom import survived
+from autofit.worker.oom.attempt import survived_errors
 
 GIB = 1 << 30
 KIB = 1 << 10
@@ -17,7 +17,7 @@ class MemoryLog:
     """Reads the figures of this process; rescues count from the moment when it is made."""
 
     def __init__(self) -> None:
-        self._before = survived.count()
+        self._before = survived_errors()
 
     def figures(self) -> dict[str, float]:
         """Return the figures by the names under which they are logged.
@@ -33,7 +33,7 @@ class MemoryLog:
         return {
             "autofit/peak_gib": peak / GIB,
             "autofit/headroom_gib": left / GIB,
-            "autofit/rescues": float(survived.count() - self._before),
+            "autofit/rescues": float(survived_errors() - self._before),
         }
 
 

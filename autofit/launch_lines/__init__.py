@@ -1,5 +1,7 @@
 """Parses launch lines, such as ``torchrun ... train.py ...``, so that autofit can start the ranks.
 
+``span`` says how many ranks a training has: by the option, by the launch line, or one.
+
 Each launcher's own parser reads its line, in a separate process (``parse.py``), because the parser
 imports torch and may query the devices. This module imports neither torch nor Accelerate.
 """
@@ -22,7 +24,7 @@ from typing import Any
 from autofit.exceptions import ScriptError, UsageError
 from autofit.worker.records.trials import Script
 
-UNDERSTOOD = "python, torchrun and accelerate launch are understood"
+UNDERSTOOD = "autofit understands python, torchrun and accelerate launch"
 
 TORCHRUN, ACCELERATE = "torchrun", "accelerate launch"
 MODULES = {
@@ -50,6 +52,11 @@ FLAGS = {
 X = {"dev": "PYTHONDEVMODE", "faulthandler": "PYTHONFAULTHANDLER", "utf8": "PYTHONUTF8"}
 """Values of Python's ``-X``, and the variables that have the same effect if they are 1."""
 WARNINGS = "PYTHONWARNINGS"
+SEVERAL = re.compile(
+    r"\b(init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard"
+    r"|init_device_mesh|Accelerator(?=\())\b"
+)
+"""Words of scripts that can train on several GPUs, if they are launched that way."""
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _TAIL = 1
 """Number of lines of a launcher's error that a message quotes."""
@@ -70,6 +77,10 @@ def understand(line: Sequence[str], cwd: str) -> Launch:
     """Return the script and ranks that ``line`` starts in the folder ``cwd``.
 
     Raises ``UsageError`` if it is no launch line, or uses an option that autofit does not support.
+
+    >>> found = understand(["python", "-u", "-m", "trainer", "--epochs", "3"], "/work")
+    >>> found.script.target, found.script.args, found.script.environment
+    ('trainer', ('--epochs', '3'), (('PYTHONUNBUFFERED', '1'),))
     """
     first = Path(line[0]).name
     if first in COMMANDS:
@@ -78,7 +89,7 @@ def understand(line: Sequence[str], cwd: str) -> Launch:
     elif _PYTHON.fullmatch(first):
         found = _python(line, cwd)
     else:
-        raise UsageError(f"{line[0]!r} starts no launch line: {UNDERSTOOD}")
+        raise UsageError(f"{line[0]!r} is no launcher: {UNDERSTOOD}")
     return Launch(
         script=found.script, ranks=found.ranks, lines=(*found.lines, *_other_python(line))
     )
@@ -90,7 +101,9 @@ def launch_of(target: str, *, module: bool, args: Sequence[str], cwd: str) -> La
     Raises ``UsageError`` if there is no such script, or if the module is a launcher.
     """
     if module and (target in MODULES or target == REPLACED):
-        raise UsageError(f"-m {target} is a launcher: give its line after --, from python on")
+        raise UsageError(
+            f"-m {target} is a launcher, not a script: give its whole line after --, from python on"
+        )
     if not module:
         check_file(target, cwd)
     return Launch(script=Script(target=target, module=module, args=tuple(args), cwd=cwd))
@@ -124,7 +137,7 @@ def _python(line: Sequence[str], cwd: str) -> Launch:
     module = line[at : at + 1] == ["-m"] or line[at : at + 1] == ("-m",)
     at += module
     if at >= len(line):
-        raise UsageError(f"{shlex.join(line)!r} names no script")
+        raise UsageError(f"{shlex.join(line)!r} names no script: add its path, or -m MODULE")
     target = line[at]
     if target.startswith("-"):
         raise UsageError(
@@ -212,3 +225,54 @@ def _other_python(line: Sequence[str]) -> tuple[str, ...]:
     if found is None or os.path.dirname(found) == os.path.dirname(sys.executable):
         return ()
     return (f"{found} is not used: the script runs under autofit's own {sys.executable}",)
+
+
+def span(
+    launch: Launch, gpus: int | None, per_trial: int | None
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the ranks of a training (``None`` if neither gives them), and lines that say why.
+
+    ``gpus``: value of ``--gpus``; ``per_trial``: value of ``--gpus-per-trial``. Raises
+    ``UsageError`` if ``gpus`` is less than ``per_trial`` or the ranks of the launch line.
+
+    >>> span(Launch(script=Script(target="train.py", cwd="/work"), ranks=4), None, None)
+    (4, ('each training has 4 ranks, as the launch line says',))
+    """
+    if per_trial is not None:
+        if gpus is not None and gpus < per_trial:
+            raise UsageError(
+                f"--gpus {gpus} --gpus-per-trial {per_trial}: give --gpus {per_trial} or more"
+            )
+        return per_trial, differing(launch, per_trial)
+    if launch.ranks is not None:
+        if gpus is not None and gpus < launch.ranks:
+            raise UsageError(
+                f"--gpus {gpus}: the launch line sets up {launch.ranks} ranks;"
+                " give as many, or --gpus-per-trial"
+            )
+        line = f"each training has {launch.ranks} ranks, as the launch line says"
+        return launch.ranks, (line,) * (launch.ranks > 1)
+    if gpus is None or gpus == 1:
+        return None, ()
+    if not (word := _mentioned(launch)):
+        return None, ()
+    return None, (
+        f"{launch.script.target} mentions {word}: to let it train on {gpus} GPUs by itself,"
+        f" add --gpus-per-trial {gpus} or give its launch line",
+    )
+
+
+def differing(launch: Launch, per_trial: int) -> tuple[str, ...]:
+    """Return the line that says which number is used if option and launch line differ."""
+    if launch.ranks in (None, per_trial):
+        return ()
+    return (f"--gpus-per-trial {per_trial} is used; the launch line says {launch.ranks}",)
+
+
+def _mentioned(launch: Launch) -> str:
+    """Return the first of ``SEVERAL`` in the script's own file; empty if there is none."""
+    file = Path(launch.script.cwd, launch.script.target)
+    if launch.script.module or not file.is_file():
+        return ""
+    found = SEVERAL.search(file.read_text(encoding="utf-8", errors="replace"))
+    return found[0] if found else ""

@@ -15,10 +15,10 @@ from textwrap import wrap
 from typing import Any
 
 from autofit.analysis.verdicts import best_plan
-from autofit.printable import printable
 from autofit.report.content import Content, LossCurve, MemoryBar, number_of
 from autofit.storage import TrialRecord
 from autofit.strategies import Memory
+from autofit.text import printable
 from autofit.units import format_size
 from autofit.view import words
 from autofit.view.history import verdict

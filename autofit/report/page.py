@@ -12,11 +12,11 @@ from typing import Any
 from autofit._version import __version__
 from autofit.analysis.verdicts import best_plan
 from autofit.exceptions import UsageError
-from autofit.printable import printable
 from autofit.report.content import Content, read
 from autofit.report.figures import figures
 from autofit.storage import Store, StudyRecord, TrialRecord
 from autofit.strategies import get
+from autofit.text import printable
 from autofit.units import format_duration, format_size
 from autofit.view import history, words
 from autofit.view.summary import against_baseline, commands, notes

@@ -32,9 +32,8 @@ from autofit.resilience.remembered import FittedSettings
 from autofit.resilience.side_effects import OptimizerSteps
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.torch_state.undo import NotTakenBack
-from autofit.worker.oom import survived
+from autofit.worker.oom.attempt import count_survived, free_frames
 from autofit.worker.oom.classifier import Diagnosis, ErrorKind
-from autofit.worker.oom.frames import free_frames
 
 log = logging.getLogger("autofit.resilient")
 
@@ -284,7 +283,7 @@ class ProtectedCall:
     def _report(self, record: Retry) -> None:
         log.warning("%s", line(record))
         if not record.refused:
-            survived.add()
+            count_survived()
         for hook in (*switches.hooks(), *self.protected.hooks):
             hook(record)
 

@@ -78,6 +78,14 @@ class Resilient:
     step. Afterwards the state that calls of the model can reach is restored: buffers, attributes,
     values of hooks, globals of the user's code, and random generators. A technique that would leave
     another state than plain Python is not used, and ``Retry.refused`` reports it.
+
+    >>> @Resilient()(batch_size=64, remember=False)
+    ... def train(batch_size: int) -> str:
+    ...     if batch_size > 16:
+    ...         raise MemoryError
+    ...     return f"trained with {batch_size}"
+    >>> train()
+    'trained with 16'
     """
 
     @overload

@@ -10,8 +10,8 @@ import torch
 from autofit.worker.meter import accelerator
 from autofit.worker.meter.base import NEAR
 from autofit.worker.meter.kinds.cpu import ShimMeter
+from autofit.worker.oom.attempt import free_frames
 from autofit.worker.oom.classifier import Diagnosis, ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 
 
 @cache

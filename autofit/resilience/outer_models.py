@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.resilience.arguments import Arguments
-from autofit.strategies.support.parameter_groups import parameters as held_by
+from autofit.strategies.support.optimizers import parameters as held_by
 from autofit.worker.harness.torch_state.reachable_state import named_in
 
 _PLAIN = (

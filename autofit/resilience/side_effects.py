@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from autofit.strategies.support.parameter_groups import parameters
+from autofit.strategies.support.optimizers import parameters
 
 _Versions = list[tuple["weakref.ref[torch.Tensor]", int]]
 

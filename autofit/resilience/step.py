@@ -30,8 +30,7 @@ from autofit.resilience.split_of_step import StepLoss
 from autofit.worker.harness.batch.layout import Cut, Weights, cuts
 from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.split_rules import Undecided
-from autofit.worker.oom import survived
-from autofit.worker.oom.attempt import attempt
+from autofit.worker.oom.attempt import attempt, count_survived
 from autofit.worker.oom.classifier import Diagnosis, ErrorKind
 
 log = logging.getLogger("autofit.resilient")
@@ -336,7 +335,7 @@ class _Run:
         log.warning(
             "%s: out of memory with %s; goes on with %s", record.function, record.tried, record.next
         )
-        survived.add()
+        count_survived()
         for hook in (*switches.hooks(), *self.step.hooks):
             hook(record)
 

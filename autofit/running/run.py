@@ -14,14 +14,13 @@ from autofit.analysis.advice import PROCESS, where
 from autofit.analysis.fallback import FallbackContext
 from autofit.analysis.ranking import best, ranked_sound
 from autofit.analysis.verdicts import best_plan
-from autofit.evidence.lookup import Evidence, key_of, stored
-from autofit.evidence.verify import Checked, verify
+from autofit.evidence import Checked, Evidence, key_of, stored, verify
 from autofit.exceptions import StorageError, UsageError
 from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.running.first_steps import compared, speed
 from autofit.running.foreground import Foreground, Silent, started
-from autofit.running.supervisor import ATTEMPT, Ended, supervise
+from autofit.running.supervisor import ATTEMPT, RunEnd, supervise
 from autofit.storage import EvidenceKey, State, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts, Fidelity
 from autofit.strategies.support.block_levels import more_blocks
@@ -295,7 +294,7 @@ def _check_devices(device: str, ranks: int) -> None:
     """Raise ``UsageError`` if there are fewer GPUs than ranks; the CPU runs any number."""
     of_device = meter.kind(device)
     if not of_device.on_host and (found := len(of_device.cards())) < ranks:
-        raise UsageError(f"{ranks} ranks need as many GPUs, and {found} are visible here")
+        raise UsageError(f"{ranks} ranks need {ranks} GPUs, and {found} are visible: plan fewer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,11 +339,11 @@ class _Attempts:
             hosts=self.hosts,
         )
 
-    def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
+    def start(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> RunEnd:
         """Run the script under ``plan`` to its end; implements ``supervisor.Start``."""
         checked = self.check(plan)
         if checked.refused:
-            return Ended(code=1, shortage=None, refused=checked.refused, blamed=checked.blamed)
+            return RunEnd(code=1, shortage=None, refused=checked.refused, blamed=checked.blamed)
         script = replace(self.script, args=(*self.script.args, *more))
         others = [pair for pair in self.fallbacks if pair[0] != plan]
         peaks = dict(self.fallbacks)
@@ -380,7 +379,7 @@ class _Attempts:
             raised = reported.cause(running.first, oom_kills() - kills)
             shortage = self._shortage_of(code, raised, oom_kills() - kills)
         broken = raised is not None and shortage is None and raised.blamed is not None
-        return Ended(
+        return RunEnd(
             code=code,
             shortage=shortage,
             facts=reported.facts,

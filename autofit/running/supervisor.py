@@ -28,7 +28,7 @@ ATTEMPT = "AUTOFIT_ATTEMPT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RunEnd:
     """How one process of a run ended."""
 
     code: int
@@ -48,7 +48,7 @@ class Ended:
     plan: Plan | None = None
     """The plan at its end, if the process changed its plan itself."""
 
-    def like(self, before: Ended) -> bool:
+    def like(self, before: RunEnd) -> bool:
         """Return whether memory ran out as in ``before``: same line, same bytes, no step more."""
         now, then = self.shortage, before.shortage
         if now is None or then is None or now.requested is None or self.checkpoints:
@@ -60,7 +60,7 @@ class Ended:
 class Start(Protocol):
     """Runs the script once, to its end."""
 
-    def __call__(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> Ended:
+    def __call__(self, attempt: int, plan: Plan, more: tuple[str, ...]) -> RunEnd:
         """Start attempt number ``attempt`` with the additional arguments ``more``."""
 
 
@@ -115,7 +115,7 @@ class _Supervisor:
         self._tried: list[Plan] = []
         self._saved: list[str] = []
         """Checkpoints of all attempts, the newest last."""
-        self._starved: Ended | None = None
+        self._starved: RunEnd | None = None
         """The last attempt that ran out of memory."""
         self._starved_plan = plan
         self._shortages = 0
@@ -123,7 +123,7 @@ class _Supervisor:
         self._alike = 0
         """How many of them in a row ended as the one before."""
 
-    def exit_code_after(self, ended: Ended) -> int | None:
+    def exit_code_after(self, ended: RunEnd) -> int | None:
         """Choose the next attempt after one has ended; return the exit code if there is none."""
         self.plan = ended.plan or self.plan
         self._saved += ended.checkpoints
@@ -138,7 +138,7 @@ class _Supervisor:
         saves = bool(self._resume and newest(ended.checkpoints))
         return self._fall_back(ended, ended.shortage, repeats=saves)
 
-    def _replace_plan(self, ended: Ended) -> int | None:
+    def _replace_plan(self, ended: RunEnd) -> int | None:
         """Go on under another plan, because the present one was refused."""
         checkpoint = self._checkpoint()
         other = _other(self.plan, ended.blamed, self._context, self._tried)
@@ -155,7 +155,7 @@ class _Supervisor:
         self.attempt += ended.facts is not None  # a refusal before the script ran is no attempt
         return None
 
-    def _fall_back_elsewhere(self, ended: Ended, starved: Ended) -> int | None:
+    def _fall_back_elsewhere(self, ended: RunEnd, starved: RunEnd) -> int | None:
         """Choose another fallback for the attempt ``starved``, because the last was refused."""
         assert starved.shortage is not None, "it ran out of memory"
         self._say(f"{self.plan} cannot be used here: {ended.refused}")
@@ -165,7 +165,7 @@ class _Supervisor:
         self.plan = before
         return self._fall_back(starved, starved.shortage, repeats=False)
 
-    def _note_shortage(self, ended: Ended) -> None:
+    def _note_shortage(self, ended: RunEnd) -> None:
         """Record that the attempt ran out of memory."""
         self._context = replace(self._context, facts=ended.facts or self._context.facts)
         same = self._starved is not None and ended.like(self._starved)
@@ -173,7 +173,7 @@ class _Supervisor:
         self._shortages += 1
         self._starved, self._starved_plan = ended, self.plan
 
-    def _fall_back(self, ended: Ended, shortage: OutOfMemory, *, repeats: bool) -> int | None:
+    def _fall_back(self, ended: RunEnd, shortage: OutOfMemory, *, repeats: bool) -> int | None:
         """Go on under a plan that needs less memory, because the attempt ``ended`` ran out of it.
 
         ``repeats``: if there is none, the same plan is used again.
@@ -231,7 +231,7 @@ def _other(
     return None if Plan() in tried else Plan()
 
 
-def _no_start(ended: Ended, checkpoint: str | None) -> str:
+def _no_start(ended: RunEnd, checkpoint: str | None) -> str:
     if not ended.wrote or checkpoint is not None:
         return ""
     return "; the script has written files and does not start over: see --resume-arg"

@@ -36,14 +36,14 @@ from autofit.service.boundary import CONNECTIONS, Boundary, User, address_of
 from autofit.service.events import Events
 from autofit.service.files import READS_THE_SCRIPT, Files
 from autofit.service.gpus import Gpus, GpusAnswer
-from autofit.service.metrics import KIND, Figures
+from autofit.service.metrics import KIND, ServiceFigures
 from autofit.service.observed import Observed
 from autofit.service.pages import add_pages
 from autofit.service.users import Users
 from autofit.storage import Outcome, Queue, SearchRecord, Store, StudyRecord, Submission
 from autofit.storage.convert import to_json
 from autofit.tuning.options import flags
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 
 MOST = 100
 """Searches in one answer of the list."""
@@ -153,7 +153,7 @@ def make_app(
     limit: int = archive.LIMIT,
     connections: int = CONNECTIONS,
     alive: Callable[[], bool] = lambda: True,
-    machines: Callable[[], Iterable[Node]] = tuple,
+    machines: Callable[[], Iterable[ClusterNode]] = tuple,
 ) -> FastAPI:
     """Return the application on a store.
 
@@ -172,7 +172,7 @@ def make_app(
     app.add_exception_handler(HTTPException, refusals.of_path)
     queue = Queue(store)
     held = Gpus(queue, machines)
-    figures = Figures(store, held, alive)
+    figures = ServiceFigures(store, held, alive)
     app.add_middleware(Boundary, users=users, limit=limit, connections=connections)
     app.add_middleware(Observed, seen=figures.seen)
     app.state.users = users
@@ -372,13 +372,10 @@ class Ready:
         """Return what is missing; empty if nothing is."""
         with self._lock:
             if time.monotonic() >= self._until:
-                self._store = self._of_store()
+                try:
+                    self._queue.users()
+                    self._store = ""
+                except StorageError:
+                    self._store = "the store does not answer"
                 self._until = time.monotonic() + _SURE
         return self._store or ("" if self._alive() else "Ray does not answer: it is started again")
-
-    def _of_store(self) -> str:
-        try:
-            self._queue.users()
-        except StorageError:
-            return "the store does not answer"
-        return ""

@@ -18,8 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from autofit.client import archive
 from autofit.exceptions import AutofitError, UsageError
 from autofit.service import refusals
-from autofit.service.rates import TooOften
-from autofit.service.users import COOKIE, Users
+from autofit.service.users import COOKIE, TooOften, Users
 from autofit.units import format_size
 
 PROBES = ("/healthz", "/readyz")
@@ -70,7 +69,8 @@ class Boundary:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
-        bounded = _Bounded(receive, send, self._bytes(request))
+        most = self._limit if request.url.path == UPLOADS else MOST_BODY
+        bounded = _Bounded(receive, send, most)
         user = ""
         try:
             user = await self._user(request)
@@ -102,9 +102,6 @@ class Boundary:
         if self._active[user] >= self._most:
             raise TooOften(1.0)
         return user
-
-    def _bytes(self, request: Request) -> int:
-        return self._limit if request.url.path == UPLOADS else MOST_BODY
 
 
 class _Bounded:

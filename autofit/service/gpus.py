@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from autofit.storage import Queue
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 from autofit.worker.meter import Load
 
 
@@ -55,7 +55,7 @@ class GpusAnswer:
 class Gpus:
     """Looks at the cluster and the queue at each call."""
 
-    def __init__(self, queue: Queue, machines: Callable[[], Iterable[Node]]) -> None:
+    def __init__(self, queue: Queue, machines: Callable[[], Iterable[ClusterNode]]) -> None:
         self._queue = queue
         self._machines = machines
 

@@ -20,7 +20,7 @@ KIND = "text/plain; version=0.0.4; charset=utf-8"
 """The content type of Prometheus' text format."""
 
 
-class Figures:
+class ServiceFigures:
     """The figures of one service.
 
     ``prometheus_client.make_asgi_app`` would collect them in the event loop, where a query of the
@@ -63,11 +63,12 @@ class _OfStore(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the figures."""
         found = self._queue.counts()
+        free = {name: shutil.disk_usage(folder).free for name, folder in self._disks.items()}
         for name, what, label, values in (
             ("autofit_searches", "Searches of the service", "state", found.searches),
             ("autofit_trials", "Finished trials in the store", "verdict", found.trials),
             ("autofit_out_of_memory", "Trials without memory", "phase", found.out_of_memory),
-            ("autofit_disk_free_bytes", "Free bytes", "disk", self._free()),
+            ("autofit_disk_free_bytes", "Free bytes", "disk", free),
         ):
             family = GaugeMetricFamily(name, what, labels=[label])
             for value, count in sorted(values.items()):
@@ -87,9 +88,6 @@ class _OfStore(Collector):
         for user, seconds in sorted(found.gpu_seconds.items()):
             used.add_metric([user], seconds)
         yield used
-
-    def _free(self) -> dict[str, int]:
-        return {name: shutil.disk_usage(folder).free for name, folder in self._disks.items()}
 
     def _capacity(self) -> int:
         try:

@@ -19,12 +19,12 @@ from starlette.concurrency import run_in_threadpool
 from autofit.analysis.studies import Side, stored_study
 from autofit.exceptions import UsageError
 from autofit.export import FORMATS
-from autofit.printable import printable
 from autofit.service.boundary import User, address_of
 from autofit.service.gpus import Gpus
 from autofit.service.templates import page
 from autofit.service.users import COOKIE, Unauthorized, Users
 from autofit.storage import Queue, SearchRecord, SearchState, Store
+from autofit.text import printable
 from autofit.units import format_duration
 from autofit.view import history
 

@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from autofit.exceptions import StorageError, UsageError
 from autofit.service import templates
-from autofit.service.rates import TooOften
-from autofit.service.users import OtherSite, Unauthorized
+from autofit.service.users import OtherSite, TooOften, Unauthorized
 from autofit.storage.queue import NoSuchSearch, OverQuota
 
 _LONGEST = 2000

@@ -14,7 +14,7 @@ from autofit.client.search import OF_THE_SERVICE
 from autofit.exceptions import UsageError
 from autofit.flags import default_of
 from autofit.storage import Limits, Submission
-from autofit.suggestions import did_you_mean
+from autofit.text import did_you_mean
 from autofit.tuning.options import SearchOptions, flags
 from autofit.units import parse_duration
 from autofit.worker.records.trials import Script

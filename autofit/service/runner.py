@@ -43,7 +43,7 @@ FLUSH = 0.2
 _FOLDER = "files"
 
 
-class Runner:
+class SearchRunner:
     """The actor. It is detached: it goes on when the service ends.
 
     It works while Ray creates it, because a method would have to be called by the service, which

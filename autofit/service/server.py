@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import resource
+import shutil
 import signal
 import socket
 import ssl
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from autofit.client.archive import LIMIT
 from autofit.exceptions import UsageError
 from autofit.storage import Store
-from autofit.storage.engine import parse
+from autofit.storage.accounts import FIRST_UID
+from autofit.storage.engine import parse, sqlite_file
 from autofit.worker.cluster.detached_ray import DetachedRay
+from autofit.worker.launch.other_uid import process_options
 
 KEEP = 7 * 24 * 3600.0
 """Seconds for which an uploaded folder is kept by default."""
+_UID_SECONDS = 60.0
+"""Seconds in which a process has to start under another uid."""
 _DESCRIPTORS = 600
 """Files that the service opens besides connections, and connections that are being accepted."""
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
@@ -78,9 +87,9 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     import uvicorn
     from uvicorn.config import LOGGING_CONFIG
 
-    from autofit.service import boundary, observed, own_uids
+    from autofit.service import boundary, observed
     from autofit.service.app import make_app
-    from autofit.service.supervisor import Setting, Supervision
+    from autofit.service.supervisor import ServiceSetting, Supervision
     from autofit.service.users import Users
 
     if options.log == "json":
@@ -90,23 +99,23 @@ def serve(options: ServiceOptions, say: Callable[[str], object]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again at its end
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(options.storage))
-        why = "" if options.trusted else own_uids.obstacle(options.address)
+        why = "" if options.trusted else uid_obstacle(options.address)
         users = Users(store, trusted=options.trusted, obstacle=why, rate=options.rate)
         users.check(options.host)
         if users.apart:
-            own_uids.close_store(store.url)
+            close_store(store.url)
         port = stack.enter_context(_bound(options.host, options.port))
         own = DetachedRay(store.url) if options.address is None else None
         if own is not None:
             own.hold()
 
-        def start() -> Setting:
+        def start() -> ServiceSetting:
             address = options.address
             if own is not None:
                 address, started = own.attach(options.searches)
                 say(f"Ray {'started' if started else 'found'} at {address}; --stop ends it")
             assert address is not None
-            return Setting(
+            return ServiceSetting(
                 storage=store.url,
                 address=address,
                 limit=options.limit,
@@ -190,3 +199,43 @@ def _bound(host: str, port: int) -> socket.socket:
         raise UsageError(
             f"--host {host} --port {port} cannot be used ({error.strerror}): choose another"
         ) from error
+
+
+def uid_obstacle(address: str | None) -> str:
+    """Return why scripts cannot run under uids of their own; empty if they can.
+
+    ``address``: the Ray cluster of the service; ``None`` for a Ray on this machine.
+    """
+    if os.geteuid() != 0:
+        return "the service is not root"
+    if address is not None:
+        return "on a cluster of others, scripts run as Ray's workers do"
+    folder = Path(tempfile.mkdtemp(prefix="autofit-"))
+    folder.chmod(0o711)
+    inside = folder / "inside"
+    inside.mkdir()
+    os.chown(inside, FIRST_UID, FIRST_UID)
+    try:
+        subprocess.run(
+            [sys.executable, "-c", "import autofit; open('file', 'x')"],
+            cwd=inside,
+            check=True,
+            capture_output=True,
+            timeout=_UID_SECONDS,
+            **process_options(FIRST_UID),
+        )
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        reason = getattr(error, "stderr", None) or str(error).encode()
+        last = (reason.decode(errors="replace").strip().splitlines() or ["it fails"])[-1]
+        return f"another uid cannot run {sys.executable} in {tempfile.gettempdir()}: {last}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return ""
+
+
+def close_store(url: str) -> None:
+    """Let this process's user alone read an SQLite store; other databases have users of theirs."""
+    if (file := sqlite_file(parse(url))) is not None:
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                file.with_name(file.name + suffix).chmod(0o600)

@@ -24,14 +24,14 @@ from datetime import UTC, datetime, timedelta
 from typing import IO, Any
 
 from autofit.exceptions import AutofitError, StorageError
-from autofit.service.runner import NAMESPACE, Runner
+from autofit.service.runner import NAMESPACE, SearchRunner
 from autofit.storage import Queue, Store
 from autofit.storage.convert import from_json, to_json
 from autofit.storage.engine import BUSY_SECONDS
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.detached_ray import DetachedRay
 from autofit.worker.cluster.local_ray import RaySession
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 
 POLL = 0.5
 """Seconds between two looks at the queue."""
@@ -60,7 +60,7 @@ _PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ServiceSetting:
     """What the process that supervises needs."""
 
     storage: str
@@ -80,7 +80,7 @@ class Supervision:
     def __init__(
         self,
         own: DetachedRay | None,
-        start: Callable[[], Setting],
+        start: Callable[[], ServiceSetting],
         say: Callable[[str], object],
     ) -> None:
         """``own``: the Ray that the service started; ``start`` starts it, if it does not run.
@@ -91,7 +91,7 @@ class Supervision:
         self._start = start
         self._say = say
         self._said = ""
-        self._nodes: tuple[Node, ...] = ()
+        self._nodes: tuple[ClusterNode, ...] = ()
         self._heard = -math.inf
         """When the process said something last, by ``time.monotonic``."""
         self._stopped = threading.Event()
@@ -112,7 +112,7 @@ class Supervision:
         return time.monotonic() - self._heard < SILENCE
 
     @property
-    def machines(self) -> tuple[Node, ...]:
+    def machines(self) -> tuple[ClusterNode, ...]:
         """Those of the Ray cluster; empty while Ray does not answer."""
         return self._nodes if self.alive else ()
 
@@ -143,7 +143,7 @@ class Supervision:
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
             found = json.loads(line)
-            self._nodes = from_json(found["nodes"], tuple[Node, ...])
+            self._nodes = from_json(found["nodes"], tuple[ClusterNode, ...])
             self._heard = time.monotonic()
             self._tell(found["said"])
 
@@ -155,7 +155,7 @@ class Supervision:
 
 
 @contextlib.contextmanager
-def _process(setting: Setting) -> Iterator[subprocess.Popen[bytes]]:
+def _process(setting: ServiceSetting) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process that supervises, which ends with this one; kill it at the end."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "autofit.service.supervisor"],
@@ -179,7 +179,7 @@ class Supervisor:
     between the decision to start an actor and its first line.
     """
 
-    def __init__(self, setting: Setting, queue: Queue) -> None:
+    def __init__(self, setting: ServiceSetting, queue: Queue) -> None:
         self._setting = setting
         self._queue = queue
         self._tidied = -math.inf
@@ -262,13 +262,15 @@ class Supervisor:
             namespace=NAMESPACE,
             lifetime="detached",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )(Runner).remote(setting.storage, setting.address, runner, setting.limit, setting.apart)
+        )(SearchRunner).remote(
+            setting.storage, setting.address, runner, setting.limit, setting.apart
+        )
         self._unclaimed = runner, actor, actor.__ray_ready__.remote(), time.monotonic()
 
 
 def main() -> None:
     """Supervise until the service ends, or Ray does."""
-    setting: Setting = pickle.load(sys.stdin.buffer)
+    setting: ServiceSetting = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_the_service, daemon=True).start()
     words = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray may print
@@ -282,7 +284,7 @@ def main() -> None:
 def _supervise(supervisor: Supervisor, words: IO[str]) -> None:
     """Supervise until Ray ends; write a line at each step."""
     looked, loads = -math.inf, nodes.Loads()
-    alive: list[Node] = []
+    alive: list[ClusterNode] = []
     while True:
         if time.monotonic() - looked > LOOK:
             alive = loads.read(nodes.look().values())

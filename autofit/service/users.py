@@ -1,4 +1,7 @@
-"""Who may use the service: tokens, of which the store holds digests alone."""
+"""Who may use the service, and how often.
+
+The store holds digests of tokens alone. Each client has a token bucket for its requests, in memory.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,23 @@ import hashlib
 import math
 import re
 import secrets
+import threading
+import time
 from datetime import datetime
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from autofit.exceptions import UsageError
-from autofit.service.rates import Rates
 from autofit.service.requests import MOST_PRIORITY
 from autofit.storage import Accounts, Limits, Queue, Store
 
 COOKIE = "autofit_token"
 """The cookie that holds the token of a browser's user."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+BURST = 5.0
+"""Seconds of requests that a client may send at once."""
+_MOST = 10_000
+"""Buckets that are kept; full ones are forgotten first."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -140,7 +148,7 @@ def create_token(
     ``UsageError`` for a name that is not made of letters, digits and ``._@-``.
     """
     if not _NAME.fullmatch(user):
-        raise UsageError(f"{user!r} is no name of a user: write letters, digits and . _ @ - only")
+        raise UsageError(f"{user!r} is not a valid user name: use letters, digits and . _ @ - only")
     token = f"autofit_{secrets.token_urlsafe(32)}"
     Queue(store).add_token(user, _digest(token), expires)
     accounts = Accounts(store)
@@ -157,7 +165,9 @@ def revoke_tokens(store: Store, user: str, number: int | None = None) -> int:
     """
     count = Queue(store).revoke(user, number)
     if not count:
-        raise UsageError(f"{user} has no such token that is still valid: see autofit token list")
+        raise UsageError(
+            f"{user} has no valid token of this number: `autofit token list` shows them"
+        )
     target = user if number is None else f"{user}, number {number}"
     Accounts(store).note(getpass.getuser(), "revoke", target)
     return count
@@ -174,3 +184,42 @@ def _host(header: str) -> str:
 def _digest(token: str) -> str:
     """Return SHA-256 of a token. It has 256 random bits, so a slow hash would add nothing."""
     return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()
+
+
+class TooOften(UsageError):
+    """A client asks too often."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"too many requests: try again in {seconds:.1f} s")
+        self.seconds = seconds
+        """After which it may ask again."""
+
+
+class Rates:
+    """The buckets of all clients; methods may be called from any thread."""
+
+    def __init__(self, rate: float) -> None:
+        """``rate``: requests a second of each client; ``math.inf`` for any number."""
+        self._rate = rate
+        self._most = max(1.0, rate * BURST)
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """What is left for each client, and when that was so."""
+        self._lock = threading.Lock()
+
+    def take(self, client: str) -> None:
+        """Count a request of a client; raise ``TooOften`` if it has to wait."""
+        if self._rate == math.inf:
+            return
+        now = time.monotonic()
+        with self._lock:
+            if len(self._buckets) >= _MOST:
+                self._buckets = {name: b for name, b in self._buckets.items() if not self._full(b)}
+            left, since = self._buckets.get(client, (self._most, now))
+            left = min(self._most, left + (now - since) * self._rate)
+            if left < 1.0:
+                raise TooOften((1.0 - left) / self._rate)
+            self._buckets[client] = left - 1.0, now
+
+    def _full(self, bucket: tuple[float, float]) -> bool:
+        left, since = bucket
+        return left + (time.monotonic() - since) * self._rate >= self._most

@@ -164,7 +164,11 @@ def _possible(plan: Plan, given: Mapping[str, object]) -> Plan:
 
 
 def clash(plan: Plan) -> str | None:
-    """Return why the levels of ``plan`` cannot be combined, or ``None`` if they can."""
+    """Return why the levels of ``plan`` cannot be combined, or ``None`` if they can.
+
+    >>> clash(Plan.of({"sharding": "zero2"}))
+    'sharding needs several ranks'
+    """
     levels = plan.levels
     reasons = (strategy.clashes(level, levels) for strategy, level in plan)
     return next((reason for reason in reasons if reason), None)

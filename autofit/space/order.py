@@ -27,7 +27,11 @@ def leaner(plan: Plan, than: Plan) -> bool:
 
 
 def lower(name: str, level: str) -> tuple[str, ...]:
-    """Return the levels of a strategy that always need less memory than ``level``, in order."""
+    """Return the levels of a strategy that always need less memory than ``level``, in order.
+
+    >>> lower("checkpointing", "as_is")
+    ('auto', 'all')
+    """
     ordered = strategies.get(name).ordered
     if level == AS_IS:
         return ordered[1:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autofit.exceptions import UsageError
 from autofit.units import format_size
@@ -18,19 +17,13 @@ WHOLE = 0.95
 """Share of a GPU's memory that processes can use; the driver reserves up to the rest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenCards:
-    """The GPUs that a search uses."""
+def choose(
+    cards: Sequence[Card], count: int, memory: int | None
+) -> tuple[tuple[Card, ...], tuple[str, ...]]:
+    """Return up to ``count`` of the visible GPUs, and lines for the user.
 
-    cards: tuple[Card, ...]
-    lines: tuple[str, ...]
-    """Lines for the user: GPUs left out, and other processes on the chosen GPUs."""
-
-
-def choose(cards: Sequence[Card], count: int, memory: int | None) -> ChosenCards:
-    """Choose up to ``count`` of the visible GPUs: of one model, with enough free memory.
-
-    Fewer are chosen if the others have too little free memory.
+    They are of one model and have enough free memory. Fewer are chosen if the others have too
+    little. The lines tell of GPUs left out, and of other processes on the chosen GPUs.
 
     Args:
         cards: The visible GPUs.
@@ -66,4 +59,4 @@ def choose(cards: Sequence[Card], count: int, memory: int | None) -> ChosenCards
             f"--memory {format_size(memory or 0)}: no GPU has this much free memory; ask for less. "
             + "; ".join(lines)
         )
-    return ChosenCards(cards=tuple(chosen), lines=tuple(lines))
+    return tuple(chosen), tuple(lines)

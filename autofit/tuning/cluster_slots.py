@@ -16,7 +16,7 @@ from autofit.units import format_size
 from autofit.worker.cluster import nodes
 from autofit.worker.cluster.actor import Found
 from autofit.worker.cluster.cluster_pool import Arrival, ClusterPool
-from autofit.worker.cluster.nodes import Node, Places
+from autofit.worker.cluster.nodes import ClusterNode, Places
 from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
 from autofit.worker.launch.guard import who
@@ -227,7 +227,7 @@ class ClusterSlots(LocalSlots):
         left = None if gpus is None else gpus // self.ranks - self._cluster_pool.size
         self._add(alive, nodes.more(self._places, new, self.ranks, left))
 
-    def _add(self, alive: Mapping[str, Node], counts: Mapping[str, int]) -> None:
+    def _add(self, alive: Mapping[str, ClusterNode], counts: Mapping[str, int]) -> None:
         for node, count in counts.items():
             self._cluster_pool.add(alive[node], count)
         self._tried |= counts.keys()

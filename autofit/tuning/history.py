@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from autofit import strategies
 from autofit.analysis.acquisition import START_SECONDS
-from autofit.analysis.ranking import (
-    faster_unconfirmed,
-    preferred_unconfirmed,
-    ranked,
-    ranked_sound,
-    winning,
-)
+from autofit.analysis.ranking import StudySnapshot
 from autofit.analysis.verdicts import (
     BLAMED,
     NOT_FINITE,
     amended,
     best_plan,
-    corrected,
     culprit,
-    fits,
     judged,
 )
-from autofit.evidence import lookup
-from autofit.evidence.lookup import Evidence
+from autofit.evidence import Evidence, key_of
 from autofit.exceptions import ScriptError
 from autofit.facts import Bandwidth
 from autofit.plan import Plan
-from autofit.storage import MachineKey, Purpose, State, Store, StudyRecord, TrialRecord
+from autofit.storage import MachineKey, Purpose, Store, StudyRecord, TrialRecord
 from autofit.strategies import Facts
 from autofit.tuning import messages
 from autofit.tuning.notices import Confirmed, FactsKnown, Line, Listener, TrialEnded
@@ -68,107 +58,6 @@ CONFIRMATION_SHARE = 1 / 2
 """The winner is not confirmed if that takes more than this share of ``--timeout``."""
 
 
-@dataclass(frozen=True)
-class StudySnapshot:
-    """All trials of a study at one moment, and what follows from them."""
-
-    trials: tuple[TrialRecord, ...]
-    budget: int
-    """Bytes per device."""
-    horizon: int
-    """Optimizer steps over which the time to compile is charged."""
-    prefer: str
-    """Which of equally fast plans is kept, as ``--prefer``."""
-
-    @cached_property
-    def all_finished(self) -> tuple[TrialRecord, ...]:
-        """The finished trials, confirmation runs included."""
-        return tuple(trial for trial in self.trials if trial.state is State.FINISHED)
-
-    @cached_property
-    def confirmations(self) -> tuple[TrialRecord, ...]:
-        """The finished confirmation runs."""
-        return tuple(t for t in self.all_finished if t.purpose is Purpose.CONFIRM)
-
-    @cached_property
-    def searched(self) -> tuple[tuple[TrialRecord, TrialRecord], ...]:
-        """The search's finished trials, each as it was and as its confirmation run corrects it."""
-        found = (trial for trial in self.all_finished if trial.purpose is Purpose.SEARCH)
-        return tuple((t, corrected(t, self.confirmations, self.budget)) for t in found)
-
-    @cached_property
-    def finished(self) -> tuple[TrialRecord, ...]:
-        """The search's finished trials, corrected."""
-        return tuple(after for _, after in self.searched)
-
-    @cached_property
-    def baseline(self) -> Verdict | None:
-        """The verdict of the neutral plan, if it has one."""
-        return next((trial.verdict for trial in self.finished if trial.plan.neutral), None)
-
-    @cached_property
-    def drifted(self) -> tuple[TrialReport, ...]:
-        """The reports of the confirmation runs that drifted."""
-        found = (t.report for t in self.confirmations if t.verdict is Verdict.DRIFTED)
-        return tuple(report for report in found if report is not None)
-
-    @cached_property
-    def running(self) -> tuple[TrialRecord, ...]:
-        """The search's trials without a verdict."""
-        states = (t for t in self.trials if t.state is State.RUNNING)
-        return tuple(trial for trial in states if trial.purpose is Purpose.SEARCH)
-
-    @cached_property
-    def ranked(self) -> list[TrialRecord]:
-        """The finished trials that fit, the fastest first."""
-        return ranked(self.finished, self.budget, self.horizon)
-
-    @cached_property
-    def ranked_sound(self) -> list[TrialRecord]:
-        """The trials of ``ranked`` without a level that drifted in a confirmation run."""
-        return ranked_sound((*self.finished, *self.confirmations), self.budget, self.horizon)
-
-    @cached_property
-    def hardly_fit(self) -> frozenset[Plan]:
-        """The plans whose confirmation run was slower because memory was nearly full."""
-        changed = ((best_plan(b), a) for b, a in self.searched if a is not b)
-        return frozenset(p for p, a in changed if best_plan(a) == p and fits(a, self.budget))
-
-    @property
-    def ranked_before_confirmation(self) -> list[TrialRecord]:
-        """``ranked_sound`` as if no confirmation run had been short of memory."""
-        return ranked_sound(self.all_finished, self.budget, self.horizon)
-
-    @property
-    def winner(self) -> TrialRecord | None:
-        """The trial whose plan would be kept now."""
-        return winning(self.all_finished, self.budget, self.horizon, self.prefer)
-
-    @property
-    def preferred_unconfirmed(self) -> Plan | None:
-        """A plan that is preferred to the present winner and may be as fast."""
-        return preferred_unconfirmed(self.all_finished, self.budget, self.horizon, self.prefer)
-
-    @property
-    def faster_unconfirmed(self) -> Plan | None:
-        """The plan that may be far faster than the present winner, if there is one."""
-        return faster_unconfirmed(self.all_finished, self.budget, self.horizon, self.prefer)
-
-    def confirmed(self, plan: Plan, *verdicts: Verdict) -> list[TrialRecord]:
-        """Return the confirmation runs of ``plan``; with ``verdicts``, only those that have one."""
-        mine = [trial for trial in self.confirmations if trial.plan == plan]
-        return [trial for trial in mine if not verdicts or trial.verdict in verdicts]
-
-    @property
-    def fitted_again(self) -> list[TrialRecord]:
-        """The confirmation runs that fitted."""
-        return [trial for trial in self.confirmations if fits(trial, self.budget)]
-
-    def fitted(self, plan: Plan) -> bool:
-        """Return whether ``plan`` fitted in a confirmation run."""
-        return any(fits(each, self.budget) for each in self.confirmed(plan))
-
-
 class History:
     """The study of a running search: records the end of each trial and answers questions on it."""
 
@@ -202,7 +91,7 @@ class History:
         self.clock = clock or Phases(phase=OTHER)
         self._unstored: Seconds = ()
         """Seconds of launches that belong to no stored trial."""
-        where = lookup.key_of(
+        where = key_of(
             options.script,
             gpu=study.hardware.name,
             gpus=study.key.gpus,

@@ -102,17 +102,15 @@ class LocalSlots:
 
     def _choose(self) -> None:
         each = self.ranks
-        found = choose(meter.cards(), self._options.gpus or each, self._options.memory)
-        self.lines = found.lines
-        if not found.cards[0].measured:
-            self.lines += (BLIND,)
-        self.hardware = found.cards[0].hardware
-        self.free = min(card.free for card in found.cards)
-        if len(found.cards) < each:
-            raise WorkerError(f"--gpus-per-trial {each}: {'; '.join(found.lines)}")
-        self.count = len(found.cards) // each
-        self.spread = self._spread(len(found.cards))
-        self._cards = found.cards
+        cards, lines = choose(meter.cards(), self._options.gpus or each, self._options.memory)
+        self.lines = lines if cards[0].measured else (*lines, BLIND)
+        self.hardware = cards[0].hardware
+        self.free = min(card.free for card in cards)
+        if len(cards) < each:
+            raise WorkerError(f"--gpus-per-trial {each}: {'; '.join(lines)}")
+        self.count = len(cards) // each
+        self.spread = self._spread(len(cards))
+        self._cards = cards
 
     @property
     def devices(self) -> int:

@@ -8,8 +8,7 @@ from typing import NoReturn
 from autofit.analysis.advice import BY_HAND, lacking, where
 from autofit.analysis.fallback import FallbackContext
 from autofit.analysis.ranking import extent
-from autofit.analysis.speeds import margin
-from autofit.analysis.verdicts import PHASES, best_plan, closest, fits
+from autofit.analysis.verdicts import PHASES, best_plan, closest, fits, margin
 from autofit.exceptions import NothingFits, ScriptError, UsageError
 from autofit.plan import Plan
 from autofit.space.static_memory import least_bytes
@@ -51,7 +50,7 @@ def give_up(
     """Raise the error of a search that found no plan; ``timeout``: seconds, if they are over."""
     if timeout is not None and closest(finished) is None:
         limit = f"--timeout {format_duration(timeout)}"
-        raise UsageError(f"nothing was measured within {limit}: give it more time")
+        raise UsageError(f"no plan was measured within {limit}: give more time")
     late = "" if timeout is None else f"; --timeout {format_duration(timeout)} is over"
     raise NothingFits(none_fits(finished, context) + late)
 

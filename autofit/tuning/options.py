@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import Field, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autofit.flags import Flag, Kind, flag, flags_of
+from autofit.flags import Flag, ValueKind, flag, flags_of
 
 if TYPE_CHECKING:
     from autofit.strategies import Fidelity
@@ -37,7 +37,9 @@ class SearchOptions:
     memory: int | None = field(
         default=None,
         metadata=flag(
-            "Memory budget per device, such as 24GiB (default: the free memory).", Kind.SIZE, "SIZE"
+            "Memory budget per device, such as 24GiB (default: the free memory).",
+            ValueKind.SIZE,
+            "SIZE",
         ),
     )
     """Bytes per device; ``None`` for the bytes that the device has free."""
@@ -45,7 +47,7 @@ class SearchOptions:
         default_factory=_rounding,
         metadata=flag(
             "What a plan may change in the training; each value includes those before it.",
-            Kind.FIDELITY,
+            ValueKind.FIDELITY,
             show_default=True,
         ),
     )
@@ -54,32 +56,33 @@ class SearchOptions:
         metadata=flag(
             "Of plans that are equally fast: what changes least, needs least memory, or measured"
             " fastest.",
-            Kind.PREFERENCE,
+            ValueKind.PREFERENCE,
             show_default=True,
         ),
     )
     """One of ``flags.PREFERENCES``; plans are equally fast within each other's spread."""
     trials: int | None = field(
-        default=None, metadata=flag("End after so many trials.", Kind.COUNT, "N")
+        default=None, metadata=flag("End after so many trials.", ValueKind.COUNT, "N")
     )
     """Trials in the study at which the search ends, those of earlier searches included."""
     timeout: float | None = field(
-        default=None, metadata=flag("End after this time, such as 1h30m.", Kind.DURATION, "DUR")
+        default=None,
+        metadata=flag("End after this time, such as 1h30m.", ValueKind.DURATION, "DUR"),
     )
     """Seconds."""
     only: frozenset[str] = field(
         default=frozenset(),
-        metadata=flag("Try only this technique (repeatable).", Kind.STRATEGIES, "TECHNIQUE"),
+        metadata=flag("Try only this technique (repeatable).", ValueKind.STRATEGIES, "TECHNIQUE"),
     )
     without: frozenset[str] = field(
         default=frozenset(),
-        metadata=flag("Do not try this technique (repeatable).", Kind.STRATEGIES, "TECHNIQUE"),
+        metadata=flag("Do not try this technique (repeatable).", ValueKind.STRATEGIES, "TECHNIQUE"),
     )
     horizon: int = field(
         default_factory=_horizon,
         metadata=flag(
             "Optimizer steps over which compile time is spread.",
-            Kind.COUNT,
+            ValueKind.COUNT,
             "STEPS",
             show_default=True,
         ),
@@ -88,7 +91,7 @@ class SearchOptions:
         default="autofit",
         metadata=flag(
             "What proposes plans: autofit, tpe, gp, random, or module:Class of a sampler.",
-            Kind.TEXT,
+            ValueKind.TEXT,
             "NAME",
             show_default=True,
         ),
@@ -98,37 +101,39 @@ class SearchOptions:
         default=5.0,
         metadata=flag(
             "Without --memory: percent of the device to leave free.",
-            Kind.PERCENT,
+            ValueKind.PERCENT,
             "PCT",
             show_default=True,
         ),
     )
     gpus: int | None = field(
-        default=None, metadata=flag("GPUs that the search may use.", Kind.COUNT, "N")
+        default=None, metadata=flag("GPUs that the search may use.", ValueKind.COUNT, "N")
     )
     gpus_per_trial: int | None = field(
         default=None,
         metadata=flag(
             "GPUs of each trial (default: by the launch line, else the search chooses).",
-            Kind.COUNT,
+            ValueKind.COUNT,
             "K",
         ),
     )
     device: str | None = field(
         default=None,
-        metadata=flag("Where no GPU is visible: cpu, for --gpus on the CPU.", Kind.TEXT, "cpu"),
+        metadata=flag(
+            "Where no GPU is visible: cpu, for --gpus on the CPU.", ValueKind.TEXT, "cpu"
+        ),
     )
     storage: str = field(
-        metadata=flag("Store, a file or a URL (default: ./autofit.db).", Kind.TEXT, "URL")
+        metadata=flag("Store, a file or a URL (default: ./autofit.db).", ValueKind.TEXT, "URL")
     )
     """SQLAlchemy URL."""
     address: str | None = field(
         default=None,
-        metadata=flag("Use this running Ray cluster: auto or host:port.", Kind.TEXT, "RAY"),
+        metadata=flag("Use this running Ray cluster: auto or host:port.", ValueKind.TEXT, "RAY"),
     )
     """Address of a running Ray cluster; ``None`` for this machine."""
     fresh: bool = field(
-        default=False, metadata=flag("Start a new study, and keep the old one.", Kind.SWITCH)
+        default=False, metadata=flag("Start a new study, and keep the old one.", ValueKind.SWITCH)
     )
     lines: tuple[str, ...] = ()
     """Lines that the search shows first: how autofit understood the launch line."""

@@ -16,7 +16,7 @@ from optuna.distributions import CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autofit.analysis.candidates import SearchState
+from autofit.analysis.candidates import SearchSnapshot
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.storage import Purpose, State, Store, StudyRecord, TrialRecord
@@ -32,7 +32,7 @@ Choices = Mapping[str, CategoricalDistribution]
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def study_of(state: SearchState, sampler: BaseSampler) -> optuna.Study:
+def study_of(state: SearchSnapshot, sampler: BaseSampler) -> optuna.Study:
     """Return a study in memory that holds the trials of a search, running ones included.
 
     It is made anew for each question to a sampler: Optuna forbids that the choices of a parameter
@@ -47,7 +47,7 @@ def study_of(state: SearchState, sampler: BaseSampler) -> optuna.Study:
     return study
 
 
-def choices_of(state: SearchState) -> Choices:
+def choices_of(state: SearchSnapshot) -> Choices:
     """Return the parameters: the levels that may be tried now, and those that were tried."""
     found = {name: dict.fromkeys(levels) for name, levels in state.space.levels}
     return _choices(found, (*(trial.plan for trial in state.finished), *state.running))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autofit import strategies
 from autofit.analysis.acquisition import prospects
-from autofit.analysis.candidates import AskingLaunch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchSnapshot
 from autofit.analysis.fallback import FallbackContext, fallbacks_below
 from autofit.analysis.pruning import FRAGMENTED, fragmentation
 from autofit.analysis.verdicts import best_plan
@@ -171,11 +171,11 @@ class Proposer:
         """Return whether the script runs as it is, to be observed."""
         return self._starts(self.state()).script_runs
 
-    def state(self) -> SearchState:
+    def state(self) -> SearchSnapshot:
         """Return everything on which the next choice depends."""
         history, study = self._history, self._history.study
         found = self._space()
-        return SearchState(
+        return SearchSnapshot(
             space=found,
             finished=history.now.finished,
             running=frozenset(trial.plan for trial in history.now.running),
@@ -190,7 +190,7 @@ class Proposer:
             spreads_later=self._spread > 1,
         )
 
-    def _starts(self, state: SearchState) -> FixedStarts:
+    def _starts(self, state: SearchSnapshot) -> FixedStarts:
         return FixedStarts(state, earlier=self._plans_of_earlier())
 
     def _plans_of_earlier(self) -> tuple[Plan, ...]:

@@ -19,7 +19,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 
 from autofit.analysis.acquisition import Prospect, choose
-from autofit.analysis.candidates import AskingLaunch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchSnapshot
 from autofit.analysis.verdicts import fits
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
@@ -52,7 +52,7 @@ class AutofitSampler:
         self._chosen: tuple[object, Prospect | None] = (None, None)
         """The last choice, and what it was made from."""
 
-    def choice(self, state: SearchState, launch: AskingLaunch | None = None) -> Prospect | None:
+    def choice(self, state: SearchSnapshot, launch: AskingLaunch | None = None) -> Prospect | None:
         """Return the prospect to measure next in ``launch``, or in a new one.
 
         ``None`` if no plan is worth a trial there.
@@ -64,7 +64,7 @@ class AutofitSampler:
             self._chosen = made_from, self.choose(state, launch)
         return self._chosen[1]
 
-    def choose(self, state: SearchState, launch: AskingLaunch | None) -> Prospect | None:
+    def choose(self, state: SearchSnapshot, launch: AskingLaunch | None) -> Prospect | None:
         """Return the choice, made anew."""
         if state.level_sets is not None and not state.fits:
             return None  # the fixed starts look for a level set that fits
@@ -84,7 +84,7 @@ class Suggestions:
         self._exhausted = False
         """Whether the sampler proposed only known plans."""
 
-    def next(self, state: SearchState, launch: AskingLaunch | None = None) -> Plan | None:
+    def next(self, state: SearchSnapshot, launch: AskingLaunch | None = None) -> Plan | None:
         """Return the plan to measure next in ``launch``, or in a new one; ``None`` without one."""
         if self.has_plan(state, launch) and self._held is None:
             self._held = self._ask(state, launch)
@@ -94,7 +94,7 @@ class Suggestions:
         self._held = None
         return plan
 
-    def has_plan(self, state: SearchState, launch: AskingLaunch | None = None) -> bool:
+    def has_plan(self, state: SearchSnapshot, launch: AskingLaunch | None = None) -> bool:
         """Return whether a plan is worth a trial in ``launch``, or in a new one.
 
         autofit's own sampler says which gain it expects. With it a search ends when it expects
@@ -110,13 +110,13 @@ class Suggestions:
             return len(later) < PATIENCE and self._sampler.choice(state, launch) is not None
         return len(later) < OTHERS and not self._exhausted
 
-    def worth_running(self, state: SearchState) -> bool:
+    def worth_running(self, state: SearchSnapshot) -> bool:
         """Return whether a plan would be started now, one of those that run included."""
         if not isinstance(self._sampler, AutofitSampler):
             return True
         return self._sampler.choose(replace(state, running=frozenset()), None) is not None
 
-    def _ask(self, state: SearchState, launch: AskingLaunch | None) -> Plan | None:
+    def _ask(self, state: SearchSnapshot, launch: AskingLaunch | None) -> Plan | None:
         """Ask the sampler; one of Optuna until its plan is not known, at most ``KNOWN`` times."""
         if isinstance(self._sampler, AutofitSampler):
             chosen = self._sampler.choice(state, launch)
@@ -135,7 +135,7 @@ class Suggestions:
         return None
 
 
-def _known(plan: Plan, state: SearchState) -> dict[str, Any] | None:
+def _known(plan: Plan, state: SearchSnapshot) -> dict[str, Any] | None:
     """Return what is known of a plan without a trial, as ``outcome`` does; ``None`` if nothing."""
     if state.why_not(plan) is not None:
         return {"state": TrialState.PRUNED, "constraints": {ALLOWED: 1.0}}
@@ -174,5 +174,5 @@ def sampler_of(name: str) -> AutofitSampler | BaseSampler:
     except (ImportError, AttributeError, TypeError) as error:
         raise UsageError(f"--sampler {name}: {error}") from error
     if not isinstance(found, BaseSampler):
-        raise UsageError(f"--sampler {name}: it is no optuna.samplers.BaseSampler")
+        raise UsageError(f"--sampler {name}: it is not a subclass of optuna.samplers.BaseSampler")
     return found

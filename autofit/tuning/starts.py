@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 
 from autofit import strategies
 from autofit.analysis.acquisition import PAYBACK
-from autofit.analysis.candidates import AskingLaunch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchSnapshot
 from autofit.analysis.feasibility import LevelSet, level_sets_within, next_level_set
 from autofit.analysis.frontier import frontier
 from autofit.analysis.ranking import ranked
@@ -34,7 +34,7 @@ HALF = 0.5
 class FixedStarts:
     """The fixed starts that are due in one state of a search."""
 
-    def __init__(self, state: SearchState, *, earlier: Sequence[Plan] = ()) -> None:
+    def __init__(self, state: SearchSnapshot, *, earlier: Sequence[Plan] = ()) -> None:
         """``earlier``: the fastest plans of an earlier study of the same model."""
         self._state = state
         self._earlier = earlier

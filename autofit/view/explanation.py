@@ -15,8 +15,7 @@ from autofit.inspection.techniques import Basis, Technique
 from autofit.units import format_size
 from autofit.view import words
 from autofit.view.history import add, day, table
-from autofit.worker.records.inspection import Part, TensorKind
-from autofit.worker.records.places import SourceLine
+from autofit.worker.records.inspection import Part, SourceLine, TensorKind
 
 MOST = 10
 """Most rows of the tables by module and by line."""

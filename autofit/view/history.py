@@ -11,9 +11,9 @@ from rich.text import Text
 
 from autofit.analysis.studies import Side, StoredStudy
 from autofit.analysis.verdicts import best_plan
-from autofit.printable import printable
 from autofit.storage import Purpose, State, StudyRecord, TrialRecord
 from autofit.strategies import AS_IS, NAMES
+from autofit.text import printable
 from autofit.units import format_duration, format_size
 from autofit.view import words
 from autofit.worker.records.trials import Verdict

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from autofit.plan import Plan
-from autofit.printable import printable
+from autofit.text import printable
 from autofit.tuning.notices import (
     Notice,
     PhaseBegun,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self, TextIO
 
-from autofit.printable import printable
+from autofit.text import printable
 from autofit.tuning.notices import Listener, Notice
 from autofit.view.transcript import Transcript
 

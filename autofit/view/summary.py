@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING, Any
 
 from autofit.analysis.result import Result
-from autofit.analysis.speeds import NOISY, is_faster, margin
+from autofit.analysis.verdicts import NOISY, is_faster, margin
 from autofit.storage.url import without_password
 from autofit.units import exact_size, format_duration
 from autofit.view import words
 from autofit.worker.records import phases
 from autofit.worker.records.trials import Measurement, Script, Verdict
+
+if TYPE_CHECKING:
+    from autofit.tuning.preview import Preview
+
 
 PLAN_FILE = "plan.json"
 SAME = {
@@ -194,3 +199,35 @@ def _command(script: Script, name: str, *options: str) -> str:
     target = ("-m", script.target) if script.module else (script.target,)
     args = ("--", *script.args) if script.args else ()
     return shlex.join(("autofit", name, *target, *options, *args))
+
+
+def preview_lines(preview: Preview) -> list[str]:
+    """Return the preview as plain text."""
+    return [
+        *([preview.note] if preview.note else []),
+        *(f"{number:>3}  {plan}" for number, plan in enumerate(preview.plans)),
+        *words.left_out(preview.left_out),
+        _estimate(preview.minutes),
+    ]
+
+
+def preview_document(preview: Preview) -> dict[str, Any]:
+    """Return the preview for ``--json``; ``minutes`` is ``[least, most]`` or ``null``."""
+    return {
+        "plans": [plan.levels for plan in preview.plans],
+        "left_out": [
+            {"strategy": strategy, "level": level, "reason": reason}
+            for strategy, level, reason in preview.left_out
+        ],
+        "note": preview.note,
+        "minutes": None if preview.minutes is None else list(preview.minutes),
+    }
+
+
+def _estimate(minutes: tuple[float, float] | None) -> str:
+    if minutes is None:
+        return "no estimate of the time: autofit has not run this script yet"
+    least, most = minutes
+    if most < 1:
+        return "less than a device minute"
+    return f"about {least:.0f} to {most:.0f} device minutes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autofit.facts import Facts
-from autofit.printable import printable
+from autofit.text import printable
 from autofit.tuning.notices import (
     Confirmed,
     FactsKnown,

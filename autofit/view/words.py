@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from autofit.analysis.speeds import is_faster
+from autofit.analysis.verdicts import is_faster
 from autofit.facts import Facts, RootFacts
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, AUTO, Fidelity, Number, counting, get
@@ -39,7 +39,11 @@ def in_unit_of(budget: int, size: int) -> str:
 
 
 def of_budget(budget: int, size: int) -> str:
-    """Return ``"23.1 of 24.0 GiB"``."""
+    """Return ``"23.1 of 24.0 GiB"``.
+
+    >>> of_budget(24 << 30, 23 << 30)
+    '23.0 of 24.0 GiB'
+    """
     return f"{in_unit_of(budget, size)} of {in_unit_of(budget, budget)} {unit_of(budget)[0]}"
 
 

@@ -64,7 +64,7 @@ class ActivationOffload(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """A CPU computes in host memory."""
-        return "a CPU computes in host memory already" if hardware.on_host else None
+        return "the training runs on the CPU, in host memory already" if hardware.on_host else None
 
     def fault(self, error: BaseException) -> str | None:
         """torch does not allow saved-tensor hooks everywhere."""
@@ -105,7 +105,7 @@ class ActivationOffload(Strategy):
 
         offload = saved_tensors.Offload(root.module, SHARES[level])
         if not offload.host_budget.known:
-            raise Refused("the system does not say how much memory the host has free")
+            raise Refused("the free memory of the host is unknown")
         take_back = root.around_forward(offload.around)
 
         def undo() -> None:

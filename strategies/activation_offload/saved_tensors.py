@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from autofit import host
 from autofit.strategies.activation_offload import SMALL, WINDOW
 from autofit.strategies.base import Forward
-from autofit.strategies.support.device import on_accelerator
-from autofit.strategies.support.memory_layout import gapped, laid_out
+from autofit.strategies.support.memory import gapped, laid_out, on_accelerator
 
 AHEAD = 4
 """Tensors that backward copies back in advance."""

@@ -77,7 +77,7 @@ class Adapters(Strategy):
         if not any(root.blocks for root in facts.roots):
             return "the model has no repeated blocks"
         if facts.world_size > 1:
-            return "not under several ranks: gradients are reduced for the script's own parameters"
+            return "with several ranks, gradients are reduced for the script's own parameters"
         if any(root.compiled for root in facts.roots):
             return "the script compiles the model, whose layers would be replaced"
         return None

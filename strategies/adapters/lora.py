@@ -38,12 +38,12 @@ def inject(module: nn.Module, *, four_bit: bool) -> None:
     layers = linear_layers(module, four_bit=four_bit)
     if not layers:
         if repeated_blocks(module):
-            raise Refused("the repeated blocks have no linear layers")
+            raise Refused("the repeated blocks have no linear layers to add adapters to")
         return  # another root of this script has the blocks
     if four_bit and any(layer.weight.dtype is torch.float64 for layer in layers.values()):
         raise Refused("the model's weights are float64")
     if any(parameter.dtype.itemsize < 2 for parameter in module.parameters()):
-        raise Refused("the script quantises the model by itself")
+        raise Refused("the script has quantized the model already")
     from peft import LoraConfig, inject_adapter_in_model
 
     weights = {name: weakref.ref(layer.weight) for name, layer in layers.items()}

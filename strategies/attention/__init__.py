@@ -25,7 +25,7 @@ EAGER, SDPA = "eager", "sdpa"
 FLASH = "flash"
 CUDNN_FIRST = ((9, 0), (10, 0))
 """Compute capabilities on which torch 2.11 and later prefer cuDNN's kernel to FlashAttention."""
-WRITTEN = "no Hugging Face model with eager attention"
+WRITTEN = "the model is not a Hugging Face model with eager attention"
 CAPS = ("attn_logit_softcapping",)
 """Settings of models that torch's kernels would silently ignore."""
 
@@ -91,7 +91,7 @@ class Attention(Strategy):
         if level == "sdpa" and EAGER not in kinds:
             return WRITTEN
         if not kinds:
-            return "no Hugging Face model that is known to call torch's kernels"
+            return "the model is no Hugging Face model that is known to call torch's kernels"
         if level == FLASH and all(root.dtype == "float64" for root in facts.roots):
             return "flash attention is for half precision"
         return None
@@ -156,7 +156,7 @@ def _switch(model: Any) -> Undo:
         raise Refused(f"this model has no SDPA attention: {str(error).splitlines()[0]}") from None
     if model.config._attn_implementation != SDPA:
         undo()
-        raise Refused("this model's attention cannot be switched")
+        raise Refused("this model offers no choice of attention kernels")
     return undo
 
 

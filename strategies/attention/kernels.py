@@ -28,7 +28,7 @@ def preferring_flash() -> Iterator[None]:
     Raises ``Refused`` if the script has disabled the kernel.
     """
     if not cuda.flash_sdp_enabled():
-        raise Refused("the script has switched this kernel off")
+        raise Refused("the script has disabled this attention kernel")
     others = {
         SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
         SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),

@@ -182,7 +182,7 @@ class Checkpointing(Strategy):
     def on_root(self, level: str, root: Root) -> Undo | None:
         """Checkpoint all blocks, or the first of them. A number has replaced ``auto`` before."""
         if level == AUTO:
-            raise Refused("auto is for a search: give a number of blocks")
+            raise Refused("only a search can use auto: give a number of blocks")
         module = root.module
         blocks = repeated_blocks(module)
         if uses_own_switch(module, blocks):
@@ -191,7 +191,9 @@ class Checkpointing(Strategy):
         if not blocks:
             return None  # another root of this script has the blocks
         if any(type(each).__name__ == "SyncBatchNorm" for b in blocks for each in b.modules()):
-            raise Refused("SyncBatchNorm would communicate with the other ranks again in backward")
+            raise Refused(
+                "SyncBatchNorm communicates between ranks, and checkpointing would repeat this"
+            )
         if root.hides(blocks):
             return _in_graph(blocks)
         from autofit.strategies.checkpointing.recompute import wrapper

@@ -21,7 +21,7 @@ from autofit.strategies.support.draws import Draws
 STATISTICS_CHANGED = (
     "a block ran in evaluation, and its batch statistics changed before its backward"
 )
-BEGAN_TO_CHANGE = "a block has begun to change its buffer {}, which it did not in its first call"
+BEGAN_TO_CHANGE = "a block changes its buffer {} now, which its first call did not do"
 
 
 @contextlib.contextmanager

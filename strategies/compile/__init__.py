@@ -35,7 +35,7 @@ than PyTorch's. Then gradients could not be compared, and a chunk could not be r
 WHOLE = ("full", "budget")
 """Levels that compile the root itself."""
 GRAPHS = "graphs"
-ALL_CHECKPOINTED = "every block is checkpointed, and runs twice with a CUDA graph of neither"
+ALL_CHECKPOINTED = "every block is checkpointed, and a checkpointed block cannot be a CUDA graph"
 
 SETUP, SETUP_OF_BLOCK = 5.0, 2.1
 """Seconds to compile a whole model, and for each of its blocks: ViT-L, BERT-L, GPT-2 XL, ResNet-152

@@ -36,7 +36,7 @@ MOST_KINDS = 2
 """Recordings of one block: the last chunk of a batch may be smaller than the others."""
 MOST_NEW = 8
 """Calls of one block in a row of which each is of a new kind: a check has some."""
-VARIES = "shapes or settings keep changing, and a CUDA graph has fixed ones"
+VARIES = "a CUDA graph needs fixed shapes and settings, and those of the model keep changing"
 
 
 class GraphMemory:
@@ -153,7 +153,8 @@ class _Recording:
         self._held = [*block.parameters(), *block.buffers()]
         self._addresses = [each.data_ptr() for each in self._held]
         self._positions = [i for i, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
-        self._inputs = [_copied(leaves[i]) for i in self._positions]
+        inputs = [leaves[i] for i in self._positions]
+        self._inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         given = list(leaves)
         for position, tensor in zip(self._positions, self._inputs, strict=True):
             given[position] = tensor
@@ -301,10 +302,6 @@ def _settings() -> object:
     """Return the settings that choose kernels."""
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return *autocast, tf32.products(), tf32.convolutions()
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _end_capture_of_draws() -> None:

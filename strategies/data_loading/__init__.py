@@ -67,9 +67,9 @@ class DataLoading(Strategy):
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """The workers are forked, to share the data set. Only CUDA uses pinned memory."""
         if "fork" not in multiprocessing.get_all_start_methods():
-            return "processes cannot be forked on this system"
+            return "this system cannot fork processes"
         if level == "pinned" and hardware.on_host:
-            return "only a CUDA device copies from pinned memory"
+            return "pinned memory speeds up copies to a CUDA device only"
         return None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:

@@ -165,9 +165,9 @@ def too_much(batch: Any, batches: int) -> str | None:
     """Return why ``batches`` such batches do not fit in shared memory, or ``None``."""
     tensors = [each for each in _flat(batch) if isinstance(each, torch.Tensor)]
     if any(each.device.type != "cpu" for each in tensors):
-        return "the batches are made on a device, which workers cannot use"
+        return "the batches are made on a GPU, which loader workers cannot use"
     if len(tensors) * batches > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-        return f"a batch has {len(tensors)} tensors: more than there may be open files"
+        return f"a batch has {len(tensors)} tensors: more than the limit of open files (ulimit -n)"
     try:
         room = os.statvfs(SHARED_MEMORY)
     except OSError:

@@ -50,12 +50,12 @@ TIMED_OUT = "DataLoader timed out after"
 PATIENCE = 120.0
 """Seconds after which the script's process fetches a worker's batch itself."""
 
-DRAWS = "the data set draws random numbers: workers would draw other ones"
+DRAWS = "the data set draws random numbers, and workers would draw others"
 SAMPLER = "the sampler draws random numbers for each batch: fetched ahead they would differ"
 SHARED = "the data set reads from an open file, whose position workers would share"
 OTHER = "workers return other data: the data set keeps state between samples"
 CHANGED = "the script changes the data set between its batches"
-STREAM = "the data set is a stream: workers would divide it in another way"
+STREAM = "the data set is a stream, which workers would divide differently"
 SAVED = "the script may save the sampler's state, which fetching ahead would change"
 
 

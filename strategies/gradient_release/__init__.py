@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Replay, Strategy, Undo
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER
+from autofit.strategies.support.optimizers import PER_PARAMETER
 
 HOSTED = "hosted"
 
@@ -72,7 +72,7 @@ class GradientRelease(Strategy):
             "the script clips or reads the gradients before its step": facts.gradients_read,
             "a gradient that the script has set to zero counts as one": facts.gradients_zeroed,
             "the script calls torch.autograd.grad on the model's parameters": facts.autograd_grad,
-            "gradients are averaged over ranks after they have come": facts.world_size > 1,
+            "gradients are averaged over ranks after backward has made them": facts.world_size > 1,
             f"{', '.join(others)} may update parameters together": bool(others),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
@@ -85,7 +85,7 @@ class GradientRelease(Strategy):
         if levels["precision"] == "fp16":
             return "gradient_release: under fp16 a step with an overflow is skipped as a whole"
         if level == HOSTED and levels["micro_batch"] == AS_IS:
-            return "gradient_release: a batch in one piece has no waiting gradients"
+            return "gradient_release: without a split batch, no gradients wait"
         return None
 
     def fault(self, error: BaseException) -> str | None:

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
 from autofit.strategies.optimizer_offload.host_steps import HOST_BUDGET
-from autofit.strategies.support.device import on_accelerator
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER, in_torch
+from autofit.strategies.support.memory import on_accelerator
+from autofit.strategies.support.optimizers import PER_PARAMETER, in_torch
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(PER_PARAMETER)
 MAX_PENDING = 2
@@ -39,16 +39,16 @@ def why_not(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in CLASSES:
         return f"{name} may update parameters together; torch's {', '.join(PER_PARAMETER)} do not"
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable: backward leads through its step"
+        return f"{name} was made with differentiable=True: backward leads through its step"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "gradients are averaged over ranks after they have come"
+        return "gradients are averaged over ranks after backward has made them"
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not isinstance(parameter, nn.Parameter):
                 return "the optimizer holds tensors that are not parameters of a module"
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             if any(not str(hook.__module__).startswith("autofit.") for hook in hooks):
-                return "a hook of the script takes the gradients as they come"
+                return "a hook of the script reads each gradient when backward makes it"
     return None
 
 

@@ -63,7 +63,9 @@ def tokens(leaves: list[Any]) -> list[Any]:
     )
     shape = next(whole, None)
     if shape is None or shape[1] < 2:
-        raise Refused("no argument of the model holds tokens: whole numbers, a row for each sample")
+        raise Refused(
+            "no argument of the model looks like token ids: whole numbers, a row for each sample"
+        )
     return [_shortened(leaf, *shape) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 

@@ -28,7 +28,7 @@ LIGER = (
 )
 
 
-class Loss(Strategy):
+class ChunkedLoss(Strategy):
     """Head and cross-entropy are computed together, a chunk of tokens at a time (Hsu et al., 2024).
 
     With a vocabulary of 100,000 words the logits are the largest tensor of a step, and several
@@ -77,14 +77,14 @@ class Loss(Strategy):
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The model needs a wide head that is called by itself, and an unscaled loss."""
         if facts.scaler or any(root.dtype == "float16" for root in facts.roots):
-            return "in float16 gradients would underflow before the loss is scaled"
+            return "the loss is scaled after its gradients, which would underflow in float16"
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model: one graph has no call of the head"
         if facts.roots and all(root.classes < WIDE for root in facts.roots):
             widest = max(root.classes for root in facts.roots)
             if not widest:
                 return "the model has no linear layer at its end to compute together with the loss"
-            return f"the model's head has {widest} outputs: too few to be large"
+            return f"the model's last layer has only {widest} outputs: its logits are small"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
@@ -92,7 +92,7 @@ class Loss(Strategy):
         if levels.get("compile") in ("full", "budget"):
             return "a chunked loss needs the call of the head, which one graph does not have"
         if levels.get("precision") == "fp16":
-            return "in fp16 gradients would underflow before the loss is scaled"
+            return "the loss is scaled after its gradients, which would underflow in fp16"
         return None
 
     def by_hand(self, level: str) -> ByHand:
@@ -105,7 +105,7 @@ class Loss(Strategy):
 
     def replay(self, level: str, step: Replay) -> None:
         """Compute head and loss in chunks of tokens, and their gradients within forward."""
-        from autofit.strategies.loss.replay import chunked
+        from autofit.strategies.loss.chunks import chunked
 
         chunked(step)
 
@@ -133,7 +133,7 @@ def _plain(head: Any) -> Any:
         raise Refused("the model has no linear layer at its end that is wider than its input")
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
     if type(head) is not nn.Linear or "forward" in vars(head) or any(hooks):
-        raise Refused("the model's head does more than a linear layer")
+        raise Refused("the model's last layer is not a plain linear layer")
     if type(head.weight) is not nn.Parameter:
-        raise Refused("the weight of the model's head is not a plain one")
+        raise Refused("the weight of the model's last layer is not a plain parameter")
     return head

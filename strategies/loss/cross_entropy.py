@@ -14,7 +14,7 @@ from autofit.strategies.loss.chunks import tokens_in_chunk
 
 TWICE = "the script runs backward twice through the loss, whose gradients are computed once"
 CREATED = "the script differentiates gradients (create_graph) through the loss"
-HALF = "in float16 gradients would underflow: they are computed before the loss is scaled"
+HALF = "the loss is scaled after its gradients, which would underflow in float16"
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 

@@ -22,7 +22,7 @@ from autofit.strategies.base import (
     Training,
     Undo,
 )
-from autofit.strategies.support.optimizer_classes import ADAM, EIGHT_BIT, FOREACH, FUSED
+from autofit.strategies.support.optimizers import ADAM, EIGHT_BIT, FOREACH, FUSED
 
 OTHERS = ("lion", "sgd", "adafactor")
 """Levels that train by another algorithm."""

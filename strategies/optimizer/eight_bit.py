@@ -22,6 +22,7 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import (
     BLOCK,
     DTYPES,
     LARGEST,
+    Algorithm,
     broken,
     dequantise,
     maps,
@@ -32,10 +33,7 @@ from autofit.strategies.optimizer.bitsandbytes_kernels import (
 from autofit.strategies.optimizer.fused import fused_step, place_steps, show
 from autofit.strategies.optimizer.fused import why_not as why_not_fused
 from autofit.strategies.optimizer.lion import recognised
-from autofit.strategies.optimizer.state_format import Algorithm
-from autofit.strategies.support.bitsandbytes import SMALL
-from autofit.strategies.support.optimizer_classes import LION
-from autofit.strategies.support.parameter_groups import parameters, without
+from autofit.strategies.support.optimizers import LION, SMALL, parameters, without
 
 ADAM = Algorithm(
     kernel="adam", moments=("exp_avg", "exp_avg_sq"), counter=torch.Tensor, rest=fused_step
@@ -65,13 +63,13 @@ def why_not(optimizer: Optimizer) -> str | None:
     name = type(optimizer).__name__
     adam = type(optimizer) in (Adam, AdamW)
     if not adam and name not in LION:
-        return f"{name} has no 8-bit implementation; torch's own Adam and AdamW, and Lion, have"
+        return f"{name} has no 8-bit implementation; torch's Adam and AdamW have one, and Lion"
     for group in optimizer.param_groups:
         for flag in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group.get(flag):
                 return f"{name} with {flag} has no 8-bit implementation"
         if isinstance(group["lr"], torch.Tensor):
-            return "its learning rate is a tensor"
+            return "its learning rate is a tensor, not a number"
     for parameter in parameters(optimizer):
         if parameter.dtype not in DTYPES:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"

@@ -17,8 +17,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support.optimizer_classes import FOREACH, FUSED, in_torch
-from autofit.strategies.support.parameter_groups import parameters, without
+from autofit.strategies.support.optimizers import FOREACH, FUSED, in_torch, parameters, without
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(FUSED)
 FOREACH_CLASSES: tuple[type[Optimizer], ...] = in_torch(FOREACH)
@@ -70,9 +69,9 @@ def why_not(optimizer: Optimizer) -> str | None:
     """Return why the fused kernels would differ from ``optimizer``, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in CLASSES:
-        return f"{name} has no fused implementation; torch's own {', '.join(FUSED)} have"
+        return f"{name} has no fused implementation; torch's {', '.join(FUSED)} have one"
     if any(group["differentiable"] for group in optimizer.param_groups):
-        return f"{name} is differentiable, its fused implementation is not"
+        return f"{name} was made with differentiable=True, which the fused kernels do not support"
     for parameter in parameters(optimizer):
         if not parameter.is_floating_point():
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"

@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autofit.exceptions import Refused
-from autofit.strategies.optimizer.state_format import Algorithm
-from autofit.strategies.support.bitsandbytes import SMALL
+from autofit.strategies.optimizer.bitsandbytes_kernels import Algorithm
+from autofit.strategies.support.optimizers import SMALL
 
 SETTINGS = ("lr", "betas", "weight_decay")
 """Settings that each group must have."""
@@ -60,12 +60,12 @@ def _tried(optimizer: Optimizer, group: dict[str, Any]) -> Algorithm:
     kept = [key for key, value in tensors.items() if value.shape == parameter.shape]
     others = [key for key in state if key not in kept and key != "step"]
     if any(state[key].dtype is torch.uint8 for key in kept):
-        raise Refused(f"{name} keeps its state in 8 bits by itself")
+        raise Refused(f"{name} keeps its state in 8 bits already")
     if len(kept) != 1 or others:
         raise Refused(f"{name} keeps {', '.join(map(str, state))}: it is not known to be Lion")
     moment = state[kept[0]]
     if moment.device != parameter.device:
-        raise Refused(f"{name} keeps its state elsewhere by itself")
+        raise Refused(f"{name} keeps its state on another device already")
     expected, average = _lion(weights, gradients, group["betas"])
     weight_error = (parameter.detach().cpu().double() - expected).abs().mean() / RATE
     moment_error = (moment.cpu().double() - average).abs().mean() / average.abs().mean()

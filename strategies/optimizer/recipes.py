@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support.parameter_groups import parameters
+from autofit.strategies.support.optimizers import parameters
 
 State = dict[str, Any]
 
@@ -159,13 +159,13 @@ def why_not(optimizer: Optimizer) -> str | None:
     """Return why no other algorithm can replace this optimizer's, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in (Adam, AdamW):
-        return f"{name} is not torch's Adam or AdamW, whose rates are understood"
+        return f"{name} is not torch's Adam or AdamW, whose learning rates are known to carry over"
     for group in optimizer.param_groups:
         for flag in UNKNOWN:
             if group[flag]:
                 return f"{name} is {flag}"
         if isinstance(group["lr"], torch.Tensor):
-            return "its learning rate is a tensor"
+            return "its learning rate is a tensor, not a number"
     for parameter in parameters(optimizer):
         if type(parameter) not in (nn.Parameter, torch.Tensor):
             return f"a parameter is a {type(parameter).__name__}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autofit.facts import Facts, Hardware
 from autofit.strategies.base import AS_IS, Level, Memory, OptimizerHandle, Replay, Strategy, Undo
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE
+from autofit.strategies.support.optimizers import ELEMENTWISE
 
 BESIDE = (AS_IS, "fused", "single")
 """Levels of ``optimizer`` that use the script's own state."""
@@ -43,20 +43,21 @@ class OptimizerOffload(Strategy):
 
     def unavailable(self, level: str, hardware: Hardware) -> str | None:
         """A CPU computes in host memory."""
-        return "a CPU computes in host memory already" if hardware.on_host else None
+        return "the training runs on the CPU, in host memory already" if hardware.on_host else None
 
     def inapplicable(self, level: str, facts: Facts) -> str | None:
         """The optimizer must update each element separately."""
         others = [name for name in facts.optimizers if name not in ELEMENTWISE]
         if not others:
             return None
-        return f"{others[0]} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
+        elementwise = ", ".join(ELEMENTWISE)
+        return f"{others[0]} is not known to update each element by itself; {elementwise} do"
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Another algorithm or kernel has another form of state."""
         other = levels["optimizer"]
         if other not in BESIDE:
-            return f"optimizer_offload: the state of optimizer {other} has a form of its own"
+            return f"optimizer_offload: the state of optimizer {other} has a format of its own"
         return None
 
     def replay(self, level: str, step: Replay) -> None:

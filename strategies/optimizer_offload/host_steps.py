@@ -20,9 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autofit.exceptions import Refused
 from autofit.strategies.activation_offload.saved_tensors import HostBudget
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support.device import on_accelerator
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE, in_torch
-from autofit.strategies.support.parameter_groups import parameters
+from autofit.strategies.support.memory import on_accelerator
+from autofit.strategies.support.optimizers import ELEMENTWISE, in_torch, parameters
 from autofit.strategies.weights import split_float32
 
 CLASSES: tuple[type[Optimizer], ...] = in_torch(ELEMENTWISE)
@@ -50,14 +49,14 @@ def why_not(optimizer: Optimizer) -> str | None:
     """Return why an optimizer cannot step in pieces, or ``None``."""
     name = type(optimizer).__name__
     if type(optimizer) not in CLASSES:
-        return f"{name} is not known to step piece by piece; {', '.join(ELEMENTWISE)} do"
+        return f"{name} is not known to update each element by itself; {', '.join(ELEMENTWISE)} do"
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable: backward leads through its step"
+        return f"{name} was made with differentiable=True: backward leads through its step"
     if not any(_worth(parameter) for parameter in parameters(optimizer)):
         kinds = {type(each) for each in parameters(optimizer)} - {nn.Parameter, torch.Tensor}
         if kinds:
             return f"a parameter is a {kinds.pop().__name__}"
-        return "its parameters are too small to be worth it"
+        return "its parameters are too small to gain from it"
     return None
 
 

@@ -53,15 +53,15 @@ class Padding(Strategy):
         if any(root.compiled for root in facts.roots):
             return "the script compiles its model, which would be compiled anew for each length"
         if any(root.batch_norm for root in facts.roots):
-            return "BatchNorm in training mode: padding counts in its statistics"
+            return "BatchNorm in training mode counts padding in its statistics"
         if all(root.padding < WORTH for root in facts.roots):
-            return "the first batch has next to no padding that an attention_mask shows"
+            return "the attention_mask of the first batch shows almost no padding"
         return None
 
     def clashes(self, level: str, levels: Mapping[str, str]) -> str | None:
         """Each length would need its own compiled graph."""
         if levels.get("compile", AS_IS) != AS_IS:
-            return "batches of many lengths: each would be compiled anew"
+            return "batches have many lengths, and the model would be compiled anew for each"
         return None
 
     def by_hand(self, level: str) -> ByHand:

@@ -33,11 +33,11 @@ BY_TOKEN = {
     *MASKS,
 }
 """Hugging Face's arguments of shape ``(samples, tokens, ...)``."""
-LATE = "the script uses outputs for padding after the weights have changed"
+LATE = "the script reads the outputs of padding after the weights have changed"
 DIFFERENTIATED = (
     "the script differentiates outputs of tokens, but a split batch keeps no graph of them"
 )
-RANKS = "the script uses outputs of tokens under DistributedDataParallel"
+RANKS = "the script reads outputs for each token under DistributedDataParallel"
 
 
 def masked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _length(args: Any, kwargs: dict[str, Any]) -> int | None:
     for name, value in [*named, *kwargs.items()]:
         by_token = isinstance(value, torch.Tensor) and value.shape[:2] == mask.shape
         if by_token and name not in BY_TOKEN:
-            raise Refused(f"{name} may have a value for each token", NAME)
+            raise Refused(f"{name} may hold a value for each token, so it cannot be trimmed", NAME)
     return length
 
 
@@ -125,7 +125,7 @@ class _Whole:
         with self._root.inside(), torch.no_grad():
             whole, other = tree_flatten(self._forward())
         if other != spec:
-            raise Refused("the model returns something else for another length", NAME)
+            raise Refused("the model's outputs have another structure for a shorter batch", NAME)
         found = []
         for index, (one, all_) in enumerate(zip(leaves, whole, strict=True)):
             if not isinstance(one, (torch.Tensor, Deferred)):

@@ -27,7 +27,7 @@ OF_TYPES = ("dtype", "scalar type", "BFloat16")
 """Words in torch's errors about an operation on tensors of different dtypes."""
 
 
-class Weights(Strategy):
+class BF16Weights(Strategy):
     """The model's float32 parameters hold bfloat16; the parameter objects stay the same.
 
     Under ``bf16_master`` the 16 low bits of each float32 weight are stored beside the weight. A
@@ -108,7 +108,7 @@ class Weights(Strategy):
         if dtypes and dtypes != {"float32"}:
             return f"the model's weights are {', '.join(sorted(dtypes))}, not float32"
         if facts.world_size > 1:
-            return "not under several ranks: gradients are reduced for the script's own parameters"
+            return "with several ranks, gradients are reduced for the script's own parameters"
         if facts.scaler:
             return "the script scales its loss, which bf16 does not need"
         if facts.autograd_grad and level == "bf16_master":

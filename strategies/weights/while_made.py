@@ -18,8 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.strategies.base import Forward, ProcessHandle, Undo
 from autofit.strategies.precision import autocast
-from autofit.strategies.support.device import device_capacity
 from autofit.strategies.support.in_float32 import change_type
+from autofit.strategies.support.memory import device_capacity
 from autofit.strategies.weights.split_float32 import (
     halves,
     loaded,

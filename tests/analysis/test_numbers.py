@@ -43,7 +43,7 @@ def test_a_plan_with_numbers_is_a_point_of_the_one_without() -> None:
     assert AUTO.sized(8, "as_is").is_point_of(AUTO)
     assert found.all_blocks == AUTO.sized(8, "all")
     assert (AUTO.open, found.open) == (True, False)
-    with pytest.raises(UsageError, match="checkpointing auto is for a search"):
+    with pytest.raises(UsageError, match="checkpointing auto: only a search can find"):
         AUTO.refuse_open()
 
 

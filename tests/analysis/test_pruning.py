@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from autofit import strategies
 from autofit.analysis.candidates import within_reach
 from autofit.analysis.pruning import dominated, max_micro_batch
-from autofit.analysis.ranking import preferred_unconfirmed, ranked_sound, winning
+from autofit.analysis.ranking import StudySnapshot, ranked_sound
 from autofit.analysis.verdicts import (
     amended,
     best_plan,
@@ -605,6 +605,10 @@ def measured(ended: Ended, measurement: Callable[..., Measurement]) -> Timed:
     return make
 
 
+def now(trials: Sequence[TrialRecord], budget: int, *, prefer: str = "fidelity") -> StudySnapshot:
+    return StudySnapshot(tuple(trials), budget, prefer=prefer)
+
+
 def test_within_the_noise_the_leaner_plan_is_kept(
     measured: Timed,
 ) -> None:
@@ -614,15 +618,15 @@ def test_within_the_noise_the_leaner_plan_is_kept(
         measured(SPLIT, 1.02, Purpose.SEARCH, peak=98),  # ties, and is hardly leaner
         measured(ALL, 1.1, Purpose.SEARCH, peak=50),  # is slower
     ]
-    assert winning(search, 100) is search[0]
-    assert winning(search, 95) is search[1], "the fastest that fits"
+    assert now(search, 100).winner is search[0]
+    assert now(search, 95).winner is search[1], "the fastest that fits"
     again = [
         measured(BF16, 1.0, Purpose.CONFIRM, peak=100),
         measured(SOME, 1.02, Purpose.CONFIRM, peak=90),
     ]
-    assert winning([*search, *again], 100) is again[1]
+    assert now([*search, *again], 100).winner is again[1]
     slow = measured(SOME, 1.05, Purpose.CONFIRM, peak=90)
-    assert winning([*search, again[0], slow], 100) is again[0]
+    assert now([*search, again[0], slow], 100).winner is again[0]
 
 
 def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
@@ -632,26 +636,26 @@ def test_no_plan_is_kept_that_drifted_when_it_was_measured_again(
     whole = BF16.replace(checkpointing="auto")
     search = [measured(whole, 0.4), measured(BF16, 0.5), measured(SOME, 0.9), measured(Plan(), 1.0)]
     drifted = replace(ended(BF16, verdict=Verdict.DRIFTED), purpose=Purpose.CONFIRM)
-    assert winning(search, 100) is search[0]
+    assert now(search, 100).winner is search[0]
     assert ranked_sound([*search, drifted], 100) == search[2:]
-    assert winning([*search, drifted], 100) is search[2]
-    assert winning([*search[:2], drifted], 100) is None
+    assert now([*search, drifted], 100).winner is search[2]
+    assert now([*search[:2], drifted], 100).winner is None
 
 
 def test_no_plan_is_kept_that_is_slower_than_the_script_as_it_is(
     measured: Timed,
 ) -> None:
     search = [measured(BF16, 0.5), measured(Plan(), 1.0)]
-    assert preferred_unconfirmed(search, 100) is None, "nothing was measured again"
+    assert now(search, 100).preferred_unconfirmed is None, "nothing was measured again"
     as_expected = measured(BF16, 0.9, Purpose.CONFIRM)
-    assert preferred_unconfirmed([*search, as_expected], 100) is None
+    assert now([*search, as_expected], 100).preferred_unconfirmed is None
     slower = measured(BF16, 1.2, Purpose.CONFIRM)
-    assert preferred_unconfirmed([*search, slower], 100) == Plan()
+    assert now([*search, slower], 100).preferred_unconfirmed == Plan()
     slower_too = measured(Plan(), 1.3, Purpose.CONFIRM)
-    assert preferred_unconfirmed([*search, slower, slower_too], 100) is None
-    assert winning([*search, slower, slower_too], 100) is slower
+    assert now([*search, slower, slower_too], 100).preferred_unconfirmed is None
+    assert now([*search, slower, slower_too], 100).winner is slower
     as_is = measured(Plan(), 1.1, Purpose.CONFIRM)
-    assert winning([*search, slower, as_is], 100) is as_is
+    assert now([*search, slower, as_is], 100).winner is as_is
 
 
 def test_of_plans_that_are_as_fast_the_one_that_changes_least_is_kept(
@@ -665,29 +669,29 @@ def test_of_plans_that_are_as_fast_the_one_that_changes_least_is_kept(
         measured(SPLIT, 0.99),
     ]
     confirmed = measured(both, 0.97, Purpose.CONFIRM)
-    assert preferred_unconfirmed([*search, confirmed], 100) == ALL
+    assert now([*search, confirmed], 100).preferred_unconfirmed == ALL
     exact = measured(ALL, 0.99, Purpose.CONFIRM)
-    assert winning([*search, confirmed, exact], 100) is exact, "exact before rounding"
+    assert now([*search, confirmed, exact], 100).winner is exact, "exact before rounding"
     slower = measured(ALL, 1.01, Purpose.CONFIRM)
-    assert winning([*search, confirmed, slower], 100) is confirmed, "the gain is clear"
+    assert now([*search, confirmed, slower], 100).winner is confirmed, "the gain is clear"
     fewer = measured(BF16, 0.97, Purpose.CONFIRM)
-    assert winning([*search, confirmed, fewer], 100) is fewer, "fewer levels before more"
+    assert now([*search, confirmed, fewer], 100).winner is fewer, "fewer levels before more"
     split = measured(SPLIT, 0.99, Purpose.CONFIRM)
-    assert winning([*search, split, exact], 100) is exact, "the whole batch before chunks"
+    assert now([*search, split, exact], 100).winner is exact, "the whole batch before chunks"
 
 
 def test_of_plans_that_are_as_fast_another_can_be_preferred(measured: Timed) -> None:
     search = [measured(BF16, 0.98, peak=50), measured(ALL, 0.99, peak=90)]
     rounded = measured(BF16, 0.98, Purpose.CONFIRM, peak=50)
     exact = measured(ALL, 0.99, Purpose.CONFIRM, peak=90)
-    assert winning([*search, rounded, exact], 100) is exact
-    assert winning([*search, rounded, exact], 100, prefer="memory") is rounded
-    assert winning([*search, rounded, exact], 100, prefer="speed") is rounded
-    assert preferred_unconfirmed([*search, exact], 100, prefer="memory") == BF16
-    assert preferred_unconfirmed([*search, exact], 100, prefer="speed") is None
-    assert preferred_unconfirmed([*search, rounded], 100, prefer="memory") is None
+    assert now([*search, rounded, exact], 100).winner is exact
+    assert now([*search, rounded, exact], 100, prefer="memory").winner is rounded
+    assert now([*search, rounded, exact], 100, prefer="speed").winner is rounded
+    assert now([*search, exact], 100, prefer="memory").preferred_unconfirmed == BF16
+    assert now([*search, exact], 100, prefer="speed").preferred_unconfirmed is None
+    assert now([*search, rounded], 100, prefer="memory").preferred_unconfirmed is None
     near = measured(ALL, 0.99, Purpose.CONFIRM, peak=50)
-    assert winning([*search, rounded, near], 100, prefer="memory") is near, "no less within 2 %"
+    assert now([*search, rounded, near], 100, prefer="memory").winner is near, "no less within 2 %"
 
 
 def _fields(root: RootFacts) -> dict[str, object]:

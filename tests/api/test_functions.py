@@ -17,7 +17,7 @@ from autofit.api import scripts
 from autofit.api.study import Study
 from autofit.cli import cli
 from autofit.exceptions import NothingFits, UsageError
-from autofit.flags import Kind, default_of, flags_of
+from autofit.flags import ValueKind, default_of, flags_of
 from autofit.plan import Plan
 from autofit.storage import Owner, Store, StudyRecord, default_url
 from autofit.tuning.options import SearchOptions
@@ -51,7 +51,7 @@ def test_a_search_has_the_options_of_the_command_line() -> None:
     assert [*found] == [*SCRIPT_OF_A_CALL, *options, *of_a_service, "quiet"]
     for name, (each, flag) in options.items():
         default = found[name].default
-        if flag.kind is Kind.STRATEGIES:
+        if flag.kind is ValueKind.STRATEGIES:
             assert default == ()
         elif name != "storage":  # a URL in the record, a path or None here
             assert str(default) == str(default_of(each)), name
@@ -88,7 +88,7 @@ def test_each_parameter_is_documented() -> None:
 def test_a_wrong_value_starts_nothing(study: StudyRecord, script: str) -> None:
     before = sorted(Path.cwd().iterdir())
     for given, said in (
-        ({"memory": "banana"}, "memory='banana': not a size"),
+        ({"memory": "banana"}, "memory='banana': 'banana' is not a size"),
         ({"only": "precision", "without": ["precision"]}, "drop one"),
         ({"args": "--lr 1"}, r"write a list of words, such as \['--lr', '1'\]"),
         ({"gpus": 1, "gpus_per_trial": 2}, "give --gpus 2 or more"),
@@ -97,7 +97,7 @@ def test_a_wrong_value_starts_nothing(study: StudyRecord, script: str) -> None:
             autofit.search(script, **given)
     with pytest.raises(UsageError, match=r"there is no script 'none\.py'"):
         autofit.search("none.py")
-    with pytest.raises(UsageError, match="'banana' starts no launch line"):
+    with pytest.raises(UsageError, match="'banana' is no launcher"):
         autofit.search(["banana", "train.py"])
     assert sorted(Path.cwd().iterdir()) == before
 

@@ -108,7 +108,7 @@ def test_a_store_that_cannot_be_read_is_a_finding(
 
 def test_memory_of_others_and_what_nobody_measures_are_marked() -> None:
     hardware = meter.Hardware(device="cuda", name="NVIDIA H200", total_bytes=140 << 30)
-    holder = meter.Holder(pid=7, name="python", size=100 << 30)
+    holder = meter.CardHolder(pid=7, name="python", size=100 << 30)
     card = meter.Card(
         entry="0",
         uuid="GPU-0",

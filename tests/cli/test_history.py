@@ -234,7 +234,7 @@ def test_a_study_is_deleted_with_its_trials_and_nothing_else(
     Dashboard(store, other, horizon=1)
     store.record_event("rescue", {}, study=study)
     store.record_event("rescue", {}, study=other)
-    assert main(["history", "delete", study.id]) == 2, "no terminal can be asked"
+    assert main(["history", "delete", study.id]) == 2, "no terminal to ask you"
     assert "add --yes" in capsys.readouterr().err
     assert len(store.studies()) == 2
     assert main(["history", "delete", study.id, "--yes"]) == 0

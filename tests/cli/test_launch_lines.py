@@ -16,9 +16,8 @@ from autofit.analysis.result import Result
 from autofit.cli import main
 from autofit.cli.search import _options
 from autofit.exceptions import UsageError
-from autofit.launch_lines import Launch, accelerate_line, torchrun_line, understand
-from autofit.launch_lines.line import Line
-from autofit.launch_lines.span import span
+from autofit.launch_lines import Launch, span, understand
+from autofit.launch_lines.parse import LaunchLine, read_accelerate, read_torchrun
 from autofit.running.run import as_searched
 from autofit.view.summary import lines
 from autofit.worker.records.trials import Script
@@ -66,7 +65,7 @@ def launched() -> Callable[[int | None], Launch]:
 def test_torchrun(
     line: str, ranks: int, target: str, module: bool, args: tuple[str, ...] | None
 ) -> None:
-    found = torchrun_line.read(line.split())
+    found = read_torchrun(line.split())
     args = ("--nproc-per-node", "4") if args is None else args
     assert (found.ranks, found.target, found.module, found.args) == (ranks, target, module, args)
     assert found.lines == ()
@@ -79,22 +78,25 @@ def test_torchrun(
     [
         ("--nnodes 2 train.py", "--nnodes 2: autofit runs all ranks on one host"),
         ("--nnodes 1:4 train.py", "--nnodes 1:4: the number of ranks may not change"),
-        ("--nnodes many train.py", "--nnodes many: neither a number nor MIN:MAX"),
-        ("--nproc-per-node 0 train.py", "--nproc-per-node 0: at least one is needed"),
+        (
+            "--nnodes many train.py",
+            "--nnodes many: it is neither a number nor MIN:MAX; use --nnodes 1",
+        ),
+        ("--nproc-per-node 0 train.py", "--nproc-per-node 0: give 1 or more"),
         ("--nproc-per-node lots train.py", "--nproc-per-node lots: Unsupported"),
         ("--no-python ./train", "--no-python: autofit runs only Python scripts"),
     ],
 )
 def test_what_torchrun_does_and_autofit_does_not(line: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
-        torchrun_line.read(line.split())
+        read_torchrun(line.split())
     assert str(error.value).startswith(said)
 
 
 @pytest.mark.quick
 def test_options_of_torchrun_that_are_not_used_are_named() -> None:
     line = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --max-restarts 3 --tee 3 train.py"
-    restarts, meeting, rest = torchrun_line.read(line.split()).lines
+    restarts, meeting, rest = read_torchrun(line.split()).lines
     assert restarts.startswith("--max-restarts: not used, `autofit run` restarts a script only")
     assert meeting.startswith(
         "--rdzv-backend, --rdzv-endpoint: not used, autofit connects the ranks"
@@ -105,8 +107,8 @@ def test_options_of_torchrun_that_are_not_used_are_named() -> None:
 # --- accelerate -------------------------------------------------------------------------------
 
 
-def accelerate(line: str) -> Line:
-    return accelerate_line.read(shlex.split(line))
+def accelerate(line: str) -> LaunchLine:
+    return read_accelerate(shlex.split(line))
 
 
 @pytest.mark.quick
@@ -166,8 +168,8 @@ def test_accelerates_config_file_counts(tmp_path: Path) -> None:
             "--num_machines 2 --num_processes 2 --multi_gpu train.py",
             "--num-machines 2: autofit runs",
         ),
-        ("--tpu train.py", "--tpu: autofit does not do this"),
-        ("--no_python train", "--no-python: autofit does not do this"),
+        ("--tpu train.py", "--tpu: autofit does not support it"),
+        ("--no_python train", "--no-python: autofit does not support it"),
         ("--cpu --use_fsdp train.py", "accelerate launch: You can only use one of"),
         ("--config_file none.yaml train.py", "accelerate launch: "),
     ],
@@ -225,7 +227,10 @@ def test_python_is_no_launcher(line: str, script: Script) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("deepspeed train.py", "'deepspeed' starts no launch line: python, torchrun and accel"),
+        (
+            "deepspeed train.py",
+            "'deepspeed' is no launcher: autofit understands python, torchrun and accel",
+        ),
         ("accelerate config", "'accelerate config' starts no training: "),
         (
             "python -u -I train.py",
@@ -233,7 +238,7 @@ def test_python_is_no_launcher(line: str, script: Script) -> None:
         ),
         ("python -X importtime train.py", "python -X: autofit starts Python itself"),
         ("python -W", "python -W: autofit starts Python itself"),
-        ("python", "'python' names no script"),
+        ("python", "'python' names no script: add its path, or -m MODULE"),
         ("python -m torch.distributed.launch train.py", "python -m torch.distributed.launch is"),
     ],
 )
@@ -321,7 +326,7 @@ def test_a_mistake_in_a_launch_line_is_one_clear_line(
 @pytest.mark.parametrize("module", ["torch.distributed.run", "torch.distributed.launch"])
 def test_a_launcher_is_no_script(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", "-m", module, "--", "train.py"]) == 2
-    assert capsys.readouterr().err.startswith(f"autofit: -m {module} is a launcher: ")
+    assert capsys.readouterr().err.startswith(f"autofit: -m {module} is a launcher, not a script: ")
 
 
 # --- over how many GPUs -----------------------------------------------------------------------

@@ -17,9 +17,9 @@ import autofit.cli
 from autofit.analysis.result import Result
 from autofit.export import FORMATS, render
 from autofit.plan import Plan
-from autofit.printable import printable
 from autofit.storage import Owner, Store, StudyKey
 from autofit.strategies import Hardware
+from autofit.text import printable
 from autofit.tuning.notices import StudyStarted, TrialEnded
 from autofit.view.transcript import Transcript
 from autofit.worker.records.trials import Measurement, Script, TrialReport, Verdict

@@ -49,14 +49,6 @@ def test_a_peak_is_told_in_the_budgets_unit() -> None:
     assert words.in_unit_of(24 << 30, 0) == "0.0"
 
 
-def test_many() -> None:
-    assert [words.many(1, "launch"), words.many(2, "launch"), words.many(2, "trial")] == [
-        "1 launch",
-        "2 launches",
-        "2 trials",
-    ]
-
-
 def test_a_resumed_study_says_so(opened: StudyStarted) -> None:
     line = words.device_line(replace(opened, resumed=4, asked=False, allow="exact"))
     assert "budget 24.0 GiB free; allowed: exact; study 3f9c0000 (4 trials stored)" in line

@@ -14,7 +14,7 @@ import pytest
 
 from autofit.analysis.result import Result
 from autofit.export import as_trainer, lost, render
-from autofit.launch_lines import accelerate_line
+from autofit.launch_lines.parse import read_accelerate
 from autofit.plan import Plan
 from autofit.strategies import Facts, Hardware
 
@@ -61,7 +61,7 @@ def test_accelerate_shards_by_fsdp2(
     from accelerate.parallelism_config import ParallelismConfig
 
     file = exported("accelerate", SHARDED.replace(sharding=level), hardware=GPU)
-    found = accelerate_line.read(["--config_file", str(file), "train.py"])
+    found = read_accelerate(["--config_file", str(file), "train.py"])
     assert found.ranks == 4
     for name, value in found.environment.items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ import pytest
 
 from autofit.analysis.result import Result
 from autofit.exceptions import UsageError
-from autofit.export import FORMATS, SUFFIXES, lost, render
+from autofit.export import FORMATS, lost, render
 from autofit.export.load import load_plan
 from autofit.plan import Plan
 from autofit.strategies import NAMES, get
@@ -115,11 +115,6 @@ def test_every_format_ends_in_one_newline(
     text = render(form, make_result(plan, script=script), partial=True)
     assert text.endswith("\n")
     assert not text.endswith("\n\n")
-
-
-def test_every_format_has_a_suffix_of_its_own_or_none() -> None:
-    others = {"accelerate", "deepspeed", "lightning", "trainer"}  # .yaml, .json and .py of others
-    assert set(SUFFIXES.values()) == set(FORMATS) - others
 
 
 @pytest.mark.parametrize("form", ["json", "toml"])

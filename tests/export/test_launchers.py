@@ -14,7 +14,7 @@ import pytest
 from autofit import strategies
 from autofit.analysis.result import Result
 from autofit.export import lost, render
-from autofit.launch_lines import accelerate_line
+from autofit.launch_lines.parse import read_accelerate
 from autofit.plan import Plan
 from autofit.strategies import AS_IS, NAMES, Facts, Hardware
 from autofit.worker.records.trials import Script
@@ -71,7 +71,7 @@ def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_pat
     plan = Plan.of({"precision": "bf16", "compile": "regional", "micro_batch": "8"})
     file = tmp_path / "config.yaml"
     file.write_text(render("accelerate", make_result(plan, ranks=2), partial=True))
-    found = accelerate_line.read(["--config_file", str(file), "train.py"])
+    found = read_accelerate(["--config_file", str(file), "train.py"])
     assert found.ranks == 2
     assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
     text = file.read_text()
@@ -83,14 +83,14 @@ def test_accelerate_launches_as_the_config_says(make_result: MakeResult, tmp_pat
 
 @pytest.mark.quick
 def test_fsdp_of_the_launch_line_comes_back(make_result: MakeResult, tmp_path: Path) -> None:
-    before = accelerate_line.read(FSDP.split())
+    before = read_accelerate(FSDP.split())
     script = Script(
         target="train.py", cwd="/project", environment=tuple(sorted(before.environment.items()))
     )
     plan = Plan.of({"checkpointing": "all"})
     file = tmp_path / "config.yaml"
     file.write_text(render("accelerate", make_result(plan, ranks=2, script=script)))
-    after = accelerate_line.read(["--config_file", str(file), "train.py"])
+    after = read_accelerate(["--config_file", str(file), "train.py"])
     changed = dict(before.environment) | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}
     assert dict(after.environment) == changed
     assert "no setting" not in file.read_text()

@@ -67,7 +67,7 @@ def test_it_is_the_same_training(level: str, monkeypatch: pytest.MonkeyPatch) ->
     ("data", "reason"),
     [
         (lambda: Images("cuda"), "holds tensors on cuda"),
-        (lambda: Images(moved=True), "made on a device"),
+        (lambda: Images(moved=True), "made on a GPU"),
     ],
     ids=["held", "made"],
 )

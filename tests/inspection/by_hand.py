@@ -20,9 +20,9 @@ from autofit.worker.records.inspection import (
     Part,
     PeakMoment,
     PlainSteps,
+    SourceLine,
     TensorKind,
 )
-from autofit.worker.records.places import SourceLine
 from autofit.worker.records.trials import OutOfMemory, Script
 
 MIB = 1 << 20

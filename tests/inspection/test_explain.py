@@ -18,7 +18,7 @@ from autofit.inspection.document import explanation_document
 from autofit.inspection.explanation import Explanation
 from autofit.inspection.techniques import Basis
 from autofit.plan import Plan
-from autofit.printable import printable
+from autofit.text import printable
 from autofit.view import explanation as view
 from autofit.worker.records.inspection import TensorKind
 from tests.inspection import by_hand

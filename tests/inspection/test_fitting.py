@@ -14,10 +14,9 @@ from autofit.cli import main
 from autofit.cli.out import render, show
 from autofit.exceptions import UsageError
 from autofit.facts import Facts
-from autofit.inspection.card_fits import CardFits
+from autofit.inspection.card_fits import CardFits, relative_time
 from autofit.inspection.cards import MODELS, model_named, models_named
 from autofit.inspection.launches import LaunchOutcome
-from autofit.inspection.roofline import relative_time
 from autofit.plan import Plan
 from autofit.view import fitting as view
 from autofit.worker.records.inspection import Inspected, Part, PeakMoment, TensorKind, Work
@@ -239,7 +238,7 @@ def test_a_card_that_is_not_in_the_table() -> None:
     other = model_named("H100").other(24 << 30, half=98.9)
     assert other.hardware.total_bytes == 24 << 30
     assert other.bandwidth == pytest.approx(335)
-    with pytest.raises(UsageError, match="give --memory, without --gpu"):
+    with pytest.raises(UsageError, match="give its --memory too, no --gpu"):
         autofit.fit(__file__, gpu="H100", flops=100)
 
 

@@ -80,7 +80,7 @@ def under_plan(
         return Outcome(kind=Kind.INVALID, detail=plain.error)
     trial = nursery.run(Job(source=source, mode="trial", plan=plan))
     refused = trial.refused
-    if trial.error and (trial.blamed or not trial.own):  # as autofit.evidence.verify takes it
+    if trial.error and (trial.blamed or not trial.own):  # as autofit.evidence takes it
         refused = f"fails: {trial.error}"
     held = Plan() if refused else plan
     run = nursery.run(Job(source=source, mode="run", plan=held, proven=trial.proven))

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from autofit.evidence.verify import STEPS
+from autofit.evidence import STEPS
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.ranks import count
 from autofit.worker import meter
-from autofit.worker.launch.rank_environment import free_port
+from autofit.worker.launch.environment import free_port
 from autofit.worker.records.phases import Phases
 from autofit.worker.records.trials import (
     Agreed,

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from autofit.exceptions import UsageError
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 from autofit.worker.cluster.rank_hosts import check
 from autofit.worker.harness.ranks.group import interface
 
@@ -52,8 +52,8 @@ PARTS = ("autofit", "strategies", "worker", "storage")
 # --- what is refused ----------------------------------------------------------------------------
 
 
-def node(name: str, *, gpus: int = 0, model: str = "", cpus: int = 1) -> Node:
-    return Node(
+def node(name: str, *, gpus: int = 0, model: str = "", cpus: int = 1) -> ClusterNode:
+    return ClusterNode(
         id=name, host=name, address="10.0.0.1", cpus=cpus, gpus=gpus, model=model, here=False
     )
 

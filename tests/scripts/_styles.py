@@ -107,7 +107,7 @@ STYLES = [
         script="batch_norm.py",
         quick=("checkpointing",),
         refusals={
-            "split": "BatchNorm in training mode: a split batch has other statistics",
+            "split": "BatchNorm in training mode: the statistics of a split batch differ",
             "both": "BatchNorm",
         },
     ),

@@ -17,7 +17,7 @@ from autofit.service import boundary
 from autofit.service.app import make_app
 from autofit.service.users import Users, create_token
 from autofit.storage import Queue, Store
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 
 LIMIT = 1 << 20
 """Bytes of an upload that these services take."""
@@ -44,7 +44,7 @@ class Running:
         trusted: bool = True,
         obstacle: str = "",
         rate: float = math.inf,
-        machines: tuple[Node, ...] = (),
+        machines: tuple[ClusterNode, ...] = (),
         connections: int = 100,
         proxies: tuple[str, ...] = (),
         storage: str = "",

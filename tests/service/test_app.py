@@ -16,7 +16,7 @@ import pytest
 
 from autofit.cli import main
 from autofit.client import archive, messages
-from autofit.client.http import Event, Service
+from autofit.client.http import ServerEvent, Service
 from autofit.exceptions import UsageError
 from autofit.export import FORMATS
 from autofit.storage import (
@@ -29,7 +29,7 @@ from autofit.storage import (
     Submission,
 )
 from autofit.tuning.notices import Line
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 from tests.report.stored import BF16, FACTS, add, figures, measured, opened
 from tests.service.archives import entry, tar
 from tests.service.serving import LIMIT, Running
@@ -111,7 +111,7 @@ def test_a_search_waits_for_the_gpus_of_its_user_and_says_so(
     waits = "GPUs of its user, who may hold 4 and holds 2"
     assert (found["waits_for"], found["gpus"], found["priority"]) == (waits, 3, -1)
     assert found["deadline"] is not None
-    seen: list[Event] = []
+    seen: list[ServerEvent] = []
     path = f"/api/searches/{second}/events"
     reading = threading.Thread(target=lambda: seen.extend(alice.events(path)))
     reading.start()
@@ -148,7 +148,7 @@ def test_events_are_taken_up_where_they_were_left(
     path = f"/api/searches/{search.id}/events"
     lines = [messages.notice_to_json(Line(text=str(number))) for number in range(4)]
     running.queue.tell(search, lines[:2])
-    seen: list[Event] = []
+    seen: list[ServerEvent] = []
     reading = threading.Thread(target=lambda: seen.extend(alice.events(path)))
     reading.start()
     while len(running.queue.notices(search.id)) == 2 and len(seen) < 2:
@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"scripts": "train.py"}, "scripts: Extra inputs are not permitted"),
     "unknown option": ({"options": {"memroy": 1}}, "did you mean 'memory'"),
     "bad value": ({"options": {"memory": "much"}}, "memory='much'"),
-    "deadline": ({"deadline": "soon"}, "not a duration: 'soon'"),
+    "deadline": ({"deadline": "soon"}, "'soon' is not a duration"),
     "priority": ({"priority": 1000}, "priority: Input should be less than"),
     "storage": ({"options": {"storage": "/x.db"}}, "storage is the service's own"),
     "address": ({"options": {"address": "auto"}}, "address is the service's own"),
@@ -359,7 +359,9 @@ def test_the_audit_trail(
 
 
 def test_the_gpus_and_their_holders(tmp_path: Path) -> None:
-    node = Node(id="1", host="gpu1", address="10.0.0.1", cpus=8, gpus=8, model="H100", here=True)
+    node = ClusterNode(
+        id="1", host="gpu1", address="10.0.0.1", cpus=8, gpus=8, model="H100", here=True
+    )
     head = replace(node, host="head", gpus=0)
     with Running.start(tmp_path, machines=(node, head)) as running:
         search = running.queue.submit("bob", Submission(script=("t.py",), upload="aa"), gpus=3)

@@ -14,7 +14,7 @@ import pytest
 from autofit.client import messages
 from autofit.storage import Owner, SearchRecord, Submission
 from autofit.tuning.notices import Line, NewOutput, Notice, StudyStarted, TrialEnded
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 from autofit.worker.records.trials import Script
 from tests.report.stored import BF16, FACTS, GIB, H200, LEAN, add, figures, measured, opened
 from tests.service.browser import PROGRAM, Browser
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 ME = getpass.getuser()
-NODE = Node(id="1", host="gpu1", address="10.0.0.1", cpus=8, gpus=8, model="H100", here=True)
+NODE = ClusterNode(id="1", host="gpu1", address="10.0.0.1", cpus=8, gpus=8, model="H100", here=True)
 LONG = "a_script_whose_name_is_longer_than_a_narrow_screen_is_wide.py"
 
 

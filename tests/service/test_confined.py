@@ -43,7 +43,7 @@ def test_a_script_sees_the_allowed_variables_alone() -> None:
 
 
 def test_a_bomb_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a header that is too long"):
+    with pytest.raises(UsageError, match="a header of the archive is too long"):
         confined.unpack(bomb(b"x"), tmp_path / "there", archive.LIMIT, None)
     assert list((tmp_path / "there").iterdir()) == []
 

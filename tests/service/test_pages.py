@@ -22,7 +22,7 @@ from autofit.service.pages import PAGE
 from autofit.service.users import COOKIE, create_token
 from autofit.storage import Outcome, SearchRecord, Submission
 from autofit.tuning.notices import Line, Notice, StudyStarted, TrialEnded
-from autofit.worker.cluster.nodes import Node
+from autofit.worker.cluster.nodes import ClusterNode
 from autofit.worker.meter import Load
 from autofit.worker.records.trials import Script
 from tests.report.stored import BF16, GIB, H200, LEAN, add, figures, measured, opened
@@ -186,7 +186,7 @@ def test_the_load_of_the_gpus(tmp_path: Path) -> None:
         Load(card="GPU 0", total=80 * GIB, held=60 * GIB, busy=93),
         Load(card="GPU MIG-1", total=10 * GIB, held=GIB, busy=None),
     )
-    node = Node(id="1", host="gpu1", address="", cpus=8, gpus=2, model="H100", here=True)
+    node = ClusterNode(id="1", host="gpu1", address="", cpus=8, gpus=2, model="H100", here=True)
     with Running.start(tmp_path, machines=(replace(node, loads=loads),)) as running:
         page = asked(running, "/").read().decode()
         assert "gpu1 GPU 0</span>: 60.0 GiB of 80.0 GiB, 93 % busy<" in page

@@ -29,7 +29,7 @@ def test_a_second_user_without_trust(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     why = "the service is not root"
-    monkeypatch.setattr("autofit.service.own_uids.obstacle", lambda address: why)
+    monkeypatch.setattr("autofit.service.server.uid_obstacle", lambda address: why)
     for user in ("alice", "bob"):
         assert main(["token", "create", user, "--storage", "service.db"]) == 0
     token = capsys.readouterr().out.split()[0]
@@ -73,4 +73,4 @@ def test_stop_when_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["token", "create", "a b", "--storage", "service.db"]) == 2
-    assert "'a b' is no name of a user" in capsys.readouterr().err
+    assert "'a b' is not a valid user name" in capsys.readouterr().err

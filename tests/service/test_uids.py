@@ -16,7 +16,7 @@ import pytest
 from autofit.client import archive
 from autofit.client.http import Service
 from autofit.exceptions import UsageError
-from autofit.service import own_uids
+from autofit.service.server import close_store
 from autofit.service.users import Users, create_token
 from autofit.storage import Store
 from tests.service.archives import entry, tar
@@ -48,13 +48,8 @@ def test_every_user_has_a_uid_that_stays(tmp_path: Path) -> None:
         assert alice != bob
         assert users.uid("alice") == alice
         assert Users(store, trusted=True).uid("alice") is None
-        own_uids.close_store(store.url)
+        close_store(store.url)
         assert stat.S_IMODE((tmp_path / "service.db").stat().st_mode) == 0o600
-
-
-@pytest.mark.quick
-def test_a_cluster_of_others_is_an_obstacle() -> None:
-    assert own_uids.obstacle("10.0.0.1:6379")
 
 
 def _submitted(service: Service, folder: Path, *args: str) -> str:

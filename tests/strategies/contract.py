@@ -170,12 +170,6 @@ class StrategyContract:
             if by_hand.around:
                 ast.parse(by_hand.around, mode="eval")
 
-    def test_its_environment_is_text(self, strategy: Strategy) -> None:
-        for level in strategy.levels[1:]:
-            for name, value in strategy.environment(level.name).items():
-                assert isinstance(name, str)
-                assert isinstance(value, str)
-
     @pytest.mark.parametrize("hardware", HARDWARE, ids=lambda one: one.name)
     def test_where_it_is_available(self, strategy: Strategy, hardware: Hardware) -> None:
         for level in strategy.levels[1:]:

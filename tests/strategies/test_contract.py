@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autofit.strategies import NAMES, REGISTRY, Strategy, compile
+from autofit.strategies import NAMES, REGISTRY, compile
 from autofit.strategies.activation_offload import saved_tensors
 from tests.strategies.contract import SETTINGS, Case, Setting, StrategyContract
 from tests.strategies.models import bert, gpt2, loss_outside
@@ -67,8 +67,3 @@ def test_names_are_unique() -> None:
 
 class TestContract(StrategyContract):
     """The contract, with this module's models."""
-
-    def test_the_registry_finds_it(self, strategy: Strategy) -> None:
-        from autofit import strategies
-
-        assert strategies.get(strategy.name) is strategy

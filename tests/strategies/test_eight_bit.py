@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies.optimizer import bitsandbytes_kernels
-from autofit.strategies.support.bitsandbytes import bitsandbytes as quietly
+from autofit.strategies.support.optimizers import bitsandbytes as quietly
 from tests.strategies.optimizers import (
     WIDTH,
     Make,
@@ -224,7 +224,7 @@ def test_the_kernels_are_tried_before_they_are_trusted(
     bitsandbytes_kernels.broken.cache_clear()
     kernels = quietly()
     monkeypatch.setattr(kernels, "optimizer_update_8bit_blockwise", lambda *_, **__: None)
-    assert "compute something else" in (tried() or "")
+    assert "compute wrong results" in (tried() or "")
     bitsandbytes_kernels.broken.cache_clear()
 
 
@@ -355,7 +355,7 @@ def test_lion_is_taken_back_into_plain_state(under: Under) -> None:
 
 OTHERS: list[tuple[Make, str]] = [
     (lambda net: Cautious(net.parameters()), "does not compute what Lion does"),
-    (lambda net: bitsandbytes.optim.Lion(net.parameters(), optim_bits=8), "in 8 bits by itself"),
+    (lambda net: bitsandbytes.optim.Lion(net.parameters(), optim_bits=8), "in 8 bits already"),
     (lambda net: renamed(AdamW)(net.parameters()), "not known to be Lion"),
     (lambda net: renamed(torch.optim.SGD)(net.parameters(), lr=0.1), "has no betas"),
 ]

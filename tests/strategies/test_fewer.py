@@ -112,7 +112,7 @@ def test_what_is_refused(rooted: Rooted) -> None:
         rooted(net, batch_size="half").running(tokens(8, 6))
     with pytest.raises(Refused, match="same number of samples"):
         rooted(net, batch_size="half").running(tokens(8, 6), tokens(4, 6))
-    with pytest.raises(Refused, match="no argument of the model holds tokens"):
+    with pytest.raises(Refused, match="no argument of the model looks like token ids"):
         rooted(net, sequence_length="half").running(torch.randn(8, 6))
     facts = Facts(
         roots=(

@@ -23,7 +23,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, RootFacts, get
 from autofit.strategies.optimizer_offload import host_steps
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER
+from autofit.strategies.support.optimizers import PER_PARAMETER
 from autofit.worker import meter
 from autofit.worker.harness.patching.observers import Calls, Seams, Watcher
 from autofit.worker.harness.patching.optimizers import Optimizers

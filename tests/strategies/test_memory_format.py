@@ -166,9 +166,9 @@ def test_where_it_applies() -> None:
     assert reasons == [
         None,
         None,
-        "the model is no network of convolutions",
+        "the model has no convolutions that gain from it",
         None,
-        "the script compiles its model: the compiler lays its convolutions out",
+        "the script compiles its model, and the compiler chooses the memory format",
     ]
     assert strategy.fidelity("channels_last", Facts(roots=(root,))) is Fidelity.EXACT
     dropping = Facts(roots=(replace(root, dropout=True),))
@@ -218,4 +218,4 @@ def test_a_view_is_a_reason(tmp_path: Any) -> None:
     found = {each.plan: each for each in launch(request) if isinstance(each, TrialReport)}
     assert found[Plan()].verdict is Verdict.MEASURED
     assert found[PLAN].verdict in (Verdict.REFUSED, Verdict.PLAN_FAILED)
-    assert "only reshape() can take here" in found[PLAN].reason
+    assert "needs reshape()" in found[PLAN].reason

@@ -347,7 +347,7 @@ class Own(AdamW):
 REFUSED: list[tuple[Plan, Make, str]] = [
     (FUSED, lambda net: Own(net.parameters()), "Own has no fused implementation"),
     (FUSED, lambda net: torch.optim.RMSprop(net.parameters()), "RMSprop has no fused"),
-    (FUSED, lambda net: Adam(net.parameters(), differentiable=True), "is differentiable"),
+    (FUSED, lambda net: Adam(net.parameters(), differentiable=True), "differentiable=True"),
     (EIGHT_BIT, lambda net: SGD(net.parameters(), lr=0.1), "SGD has no 8-bit implementation"),
     (EIGHT_BIT, lambda net: Own(net.parameters()), "Own has no 8-bit implementation"),
     (EIGHT_BIT, lambda net: Adam(net.parameters(), amsgrad=True), "with amsgrad"),

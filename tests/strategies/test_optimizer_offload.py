@@ -19,7 +19,7 @@ from autofit.plan import Plan
 from autofit.space.catalogue import clash
 from autofit.strategies import Facts, get
 from autofit.strategies.optimizer_offload import host_steps
-from autofit.strategies.support.optimizer_classes import ELEMENTWISE
+from autofit.strategies.support.optimizers import ELEMENTWISE
 from autofit.worker import meter
 from autofit.worker.harness.patching.observers import Calls
 from autofit.worker.harness.session.root import HarnessRoot
@@ -233,7 +233,7 @@ def test_what_it_cannot_take_in_pieces(under: Under, monkeypatch: pytest.MonkeyP
 
     net = model()
     for optimizer, reason in (
-        (Own(net.parameters()), "not known to step piece by piece"),
+        (Own(net.parameters()), "not known to update each element"),
         (AdamW(net.parameters(), differentiable=True), "differentiable"),
         (AdamW(nn.Linear(2, 2).parameters()), "too small"),
     ):

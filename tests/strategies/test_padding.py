@@ -212,7 +212,7 @@ def test_a_model_that_counts_padding_is_refused() -> None:
 
 
 def test_an_argument_that_may_be_of_tokens_is_refused() -> None:
-    with under(TRIMMED), pytest.raises(Refused, match="weights may have a value for each token"):
+    with under(TRIMMED), pytest.raises(Refused, match="weights may hold a value for each token"):
         Mean()(**BATCHES[0], weights=torch.ones(4, TOKENS))
 
 
@@ -225,7 +225,7 @@ ROOT = RootFacts(
     ("changes", "reason"),
     [
         ({}, None),
-        ({"padding": 0.01}, "next to no padding"),
+        ({"padding": 0.01}, "almost no padding"),
         ({"batch_norm": True}, "BatchNorm"),
         ({"compiled": True}, "compiled anew"),
     ],

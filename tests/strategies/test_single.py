@@ -16,7 +16,7 @@ from torch import optim
 from autofit.exceptions import Refused
 from autofit.plan import Plan
 from autofit.strategies import Facts, RootFacts, get
-from autofit.strategies.support.optimizer_classes import FOREACH
+from autofit.strategies.support.optimizers import FOREACH
 from autofit.worker.meter import build
 from tests.strategies.contract import meter_environment
 from tests.strategies.optimizers import Under, apart, model, owned, same, train

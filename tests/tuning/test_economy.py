@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 import optuna
 import pytest
 
-from autofit.analysis.acquisition import START_SECONDS, SWITCH_SECONDS, Situation, choose
-from autofit.analysis.candidates import AskingLaunch, SearchState, within_reach
+from autofit.analysis.acquisition import START_SECONDS, SWITCH_SECONDS, choose
+from autofit.analysis.candidates import AskingLaunch, SearchSnapshot, Situation, within_reach
 from autofit.analysis.pruning import dominated, waits_for_unsized
 from autofit.plan import Plan
 from autofit.space.catalogue import Space, space
@@ -345,12 +345,17 @@ def run(
     return Run(tuple(trials), budget, max(speed(each) for each in every))
 
 
-def start(levels: Space, work: Work, budget: int, trials: Sequence[TrialRecord]) -> Plan | None:
-    """Return the fixed start that is due in the running process, or in a new one."""
-    state = SearchState(
+def state_of(
+    levels: Space, work: Work, budget: int, trials: Sequence[TrialRecord]
+) -> SearchSnapshot:
+    return SearchSnapshot(
         space=levels, finished=tuple(trials), facts=work.facts, budget=budget, cuda=True
     )
-    starts = FixedStarts(state)
+
+
+def start(levels: Space, work: Work, budget: int, trials: Sequence[TrialRecord]) -> Plan | None:
+    """Return the fixed start that is due in the running process, or in a new one."""
+    starts = FixedStarts(state_of(levels, work, budget, trials))
     return starts.due(AskingLaunch(trials[-1].plan.fixed))[0] or starts.due(None)[0]
 
 
@@ -363,14 +368,12 @@ def by_model(work: Work, budget: int) -> Pick:
         known = {trial.plan for trial in trials}
         plans = within_reach(levels, trials, budget)
         situation = Situation(
+            state=state_of(levels, work, budget, trials),
             candidates=tuple(left),
             waiting=tuple(
                 plan for plan in plans if plan not in known and waits_for_unsized(plan, trials)
             ),
             finished=tuple(trials),
-            facts=work.facts,
-            budget=budget,
-            cuda=True,
             fixed=trials[-1].plan.fixed,
         )
         short = trials[-1].verdict is Verdict.OUT_OF_MEMORY

@@ -227,7 +227,7 @@ def test_time_that_is_up_before_anything_was_measured(
 ) -> None:
     folder = script(STEP, STEP + "    __import__('time').sleep(1000)\n").parent
     assert main(["search", "train.py", "--timeout", "6s"]) == 2
-    fails_with(capsys, "nothing was measured within --timeout 6.0 s: give it more time")
+    fails_with(capsys, "no plan was measured within --timeout 6.0 s: give more time")
     assert trials(folder, None) == ()
 
 

@@ -10,7 +10,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autofit.analysis.candidates import AskingLaunch, SearchState
+from autofit.analysis.candidates import AskingLaunch, SearchSnapshot
 from autofit.exceptions import UsageError
 from autofit.plan import Plan
 from autofit.space.catalogue import Space
@@ -51,9 +51,9 @@ PLANS = [
 
 def among(
     finished: Iterable[TrialRecord] = (), running: Iterable[Plan] = (), space: Space = SPACE
-) -> SearchState:
+) -> SearchSnapshot:
     """The state of a search of ``SPACE`` after some trials."""
-    return SearchState(
+    return SearchSnapshot(
         space=space,
         finished=tuple(finished),
         running=frozenset(running),
@@ -197,7 +197,7 @@ def test_a_plan_that_needs_a_new_launch_waits_for_it() -> None:
         ("best", "give autofit, tpe, gp, random, or module:Class"),
         ("no_such_module:Sampler", "No module named 'no_such_module'"),
         ("optuna.samplers:NoSampler", "has no attribute 'NoSampler'"),
-        ("collections:Counter", "it is no optuna.samplers.BaseSampler"),
+        ("collections:Counter", "it is not a subclass of optuna.samplers.BaseSampler"),
     ],
 )
 def test_a_sampler_that_is_none_is_a_usage_error(name: str, message: str) -> None:

@@ -35,7 +35,7 @@ _OF_RAY = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS", *VISIBLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ActorSetting:
     """The parameters of an actor."""
 
     device: str
@@ -83,7 +83,7 @@ class Found:
 class Slot:
     """The actor: runs one launch at a time on its own machine."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ActorSetting) -> None:
         self._setting = setting
         self._kind = kind(setting.device)
         self._environment = dict(setting.environment)
@@ -245,7 +245,7 @@ def without_ray(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if not name.startswith(_OF_RAY)}
 
 
-def _remote_environment(setting: Setting) -> dict[str, str]:
+def _remote_environment(setting: ActorSetting) -> dict[str, str]:
     """Return the environment of a launch on another machine than the search's.
 
     It is the environment of this Ray worker, plus those of the user's variables that it lacks.

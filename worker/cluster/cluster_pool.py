@@ -10,9 +10,9 @@ from typing import Any
 from autofit.exceptions import UsageError, WorkerError
 from autofit.facts import HOST
 from autofit.worker.cluster import archive
-from autofit.worker.cluster.actor import Found, Setting, in_copied_folder
+from autofit.worker.cluster.actor import ActorSetting, Found, in_copied_folder
 from autofit.worker.cluster.local_ray import RaySession
-from autofit.worker.cluster.nodes import Node, look
+from autofit.worker.cluster.nodes import ClusterNode, look
 from autofit.worker.cluster.pool import Pool, first_line
 from autofit.worker.cluster.reservation import Reservation
 from autofit.worker.records.trials import Script
@@ -46,7 +46,7 @@ class ClusterPool(Pool):
         self._folder = archive.identity(script.cwd)
         self._ray = RaySession(address=address)
         self._numbers = itertools.count()
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, ClusterNode] = {}
         self._failed: Counter[int] = Counter()
         """How often in a row a slot's actor was lost before it had answered."""
         self._beside: dict[str, int] = {}
@@ -60,7 +60,7 @@ class ClusterPool(Pool):
         """Set the kind of device of all slots, with ``gpus`` each if it has memory of its own."""
         self._device, self._gpus = device, 0 if device == HOST else gpus
 
-    def add(self, node: Node, count: int) -> None:
+    def add(self, node: ClusterNode, count: int) -> None:
         """Start ``count`` slots on a machine; ``arrivals`` returns them once they are ready."""
         from ray.util import placement_group
 
@@ -97,7 +97,7 @@ class ClusterPool(Pool):
         """Whether there are slots whose actor has not answered yet."""
         return bool(self._coming)
 
-    def where(self, slot: int) -> Node | None:
+    def where(self, slot: int) -> ClusterNode | None:
         """Return the machine of a slot; ``None`` if the slot was removed."""
         return self._nodes.get(slot)
 
@@ -189,7 +189,7 @@ class ClusterPool(Pool):
             carried["py_modules"] = [self._uri("code")]
         if apart:
             carried["working_dir"] = self._uri("folder")
-        setting = Setting(
+        setting = ActorSetting(
             device=self._device,
             environment=self._environment,
             here=node.here,

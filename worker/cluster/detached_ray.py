@@ -198,7 +198,7 @@ class DetachedRay:
     def _kill(self) -> bool:
         """Kill every process of this Ray; return whether there was one."""
 
-        def ours(table: dict[int, reaper.Process]) -> set[reaper.Process]:
+        def ours(table: dict[int, reaper.ProcessEntry]) -> set[reaper.ProcessEntry]:
             return reaper.with_descendants(reaper.marked(self._session, table), table)
 
         found = bool(ours(reaper.processes()))

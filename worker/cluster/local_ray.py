@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from autofit.exceptions import UsageError, WorkerError
-from autofit.worker.launch.rank_environment import free_port
+from autofit.worker.launch.environment import free_port
 from autofit.worker.launch.reaper import SESSION, Reaper
 
 _LONGEST_FOLDER = 20

@@ -16,7 +16,7 @@ MODEL = "accelerator_type:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ClusterNode:
     """A machine on which Ray runs."""
 
     id: str
@@ -48,7 +48,7 @@ class Places:
     """Lines for people: which part of a mixed cluster is used, and why."""
 
 
-def look() -> dict[str, Node]:
+def look() -> dict[str, ClusterNode]:
     """Return the nodes that are alive, by id; this process must have joined their Ray.
 
     Raises ``WorkerError`` if Ray has ended on this process's own machine.
@@ -71,10 +71,10 @@ def _machine(found: Mapping[str, Any]) -> tuple[str, str]:
     return found["NodeManagerHostname"], found["NodeManagerAddress"]
 
 
-def _node(found: Mapping[str, Any], here: bool) -> Node:
+def _node(found: Mapping[str, Any], here: bool) -> ClusterNode:
     resources: Mapping[str, float] = found["Resources"]
     models = [name for name in resources if name.startswith(MODEL)]
-    return Node(
+    return ClusterNode(
         id=found["NodeID"],
         host=found["NodeManagerHostname"],
         address=found["NodeManagerAddress"],
@@ -97,7 +97,7 @@ class Loads:
         self._calls: dict[str, Any] = {}
         """The calls that have not been answered, by node."""
 
-    def read(self, nodes: Iterable[Node]) -> list[Node]:
+    def read(self, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
         """Return the nodes with the loads of those that answer within a second."""
         import ray
 
@@ -126,7 +126,7 @@ class _Reader:
         return loads()
 
 
-def _reader(node: Node) -> Any:
+def _reader(node: ClusterNode) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -136,7 +136,7 @@ def _reader(node: Node) -> Any:
     return remote(num_cpus=0, scheduling_strategy=place, runtime_env=code)(_Reader).remote()
 
 
-def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
+def choose(nodes: Collection[ClusterNode], gpus: int | None, each: int) -> Places:
     """Return where trials of ``each`` GPUs may run: on GPUs of one model, ``gpus`` at most.
 
     Without GPUs in the cluster, each node runs one trial, because concurrent trials would slow one
@@ -166,7 +166,9 @@ def choose(nodes: Collection[Node], gpus: int | None, each: int) -> Places:
     return Places(device=ON_RAY, model=model, slots=slots, lines=tuple(lines))
 
 
-def more(places: Places, new: Collection[Node], each: int, left: int | None) -> dict[str, int]:
+def more(
+    places: Places, new: Collection[ClusterNode], each: int, left: int | None
+) -> dict[str, int]:
     """Return how many trials each node that has joined can run, by id.
 
     ``places``: the nodes in use; ``left``: how many trials may be added, ``None`` for any number.
@@ -189,7 +191,7 @@ def spread(capacities: Mapping[str, int], most: int | None) -> dict[str, int]:
     return {node: count for node, count in chosen.items() if count > 0}
 
 
-def _on_cpus(nodes: Iterable[Node], gpus: int | None) -> Places:
+def _on_cpus(nodes: Iterable[ClusterNode], gpus: int | None) -> Places:
     slots = {node.id: 1 for node in nodes if node.cpus}
     if not slots:
         raise UsageError("Ray has no CPU on any node of the cluster: start a node with --num-cpus")
@@ -198,12 +200,12 @@ def _on_cpus(nodes: Iterable[Node], gpus: int | None) -> Places:
     return Places(device=HOST, model="", slots=slots, lines=())
 
 
-def _capacities(nodes: Iterable[Node], model: str, each: int) -> dict[str, int]:
+def _capacities(nodes: Iterable[ClusterNode], model: str, each: int) -> dict[str, int]:
     return {node.id: node.gpus // each for node in nodes if node.gpus and node.model == model}
 
 
-def _mixed(nodes: Collection[Node], model: str, have: int) -> str:
-    others: dict[str, list[Node]] = {}
+def _mixed(nodes: Collection[ClusterNode], model: str, have: int) -> str:
+    others: dict[str, list[ClusterNode]] = {}
     for node in nodes:
         if node.gpus and node.model != model:
             others.setdefault(node.model, []).append(node)

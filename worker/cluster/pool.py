@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from autofit.exceptions import WorkerError
 from autofit.facts import HOST
-from autofit.worker.cluster.actor import GOODBYE, Setting, Slot, share, with_one_device
+from autofit.worker.cluster.actor import GOODBYE, ActorSetting, Slot, share, with_one_device
 from autofit.worker.cluster.local_ray import RaySession
 from autofit.worker.launch.first import First
 from autofit.worker.launch.guard import Guard
@@ -318,7 +318,7 @@ class Pool:
             options = {"num_cpus": 0}
         elif self._gpus:
             options = self._within(self._groups[slot])
-        setting = Setting(
+        setting = ActorSetting(
             device=self._device,
             environment=self._environment_of(slot),
             harness=self._harness,
@@ -340,7 +340,7 @@ class Pool:
         )
         return {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
 
-    def _actor(self, options: dict[str, Any], setting: Setting) -> Any:
+    def _actor(self, options: dict[str, Any], setting: ActorSetting) -> Any:
         import ray
 
         remote: Any = ray.remote  # its stubs know no concurrency groups

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from autofit.exceptions import WorkerError
 from autofit.worker import meter
-from autofit.worker.cluster.actor import Setting, Slot, in_copied_folder
+from autofit.worker.cluster.actor import ActorSetting, Slot, in_copied_folder
 from autofit.worker.launch.child import Child, Message, python
 from autofit.worker.launch.launcher import HARNESS
 from autofit.worker.oom import classifier
@@ -41,7 +41,7 @@ class RankActor(Slot):
     the rank.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ActorSetting) -> None:
         super().__init__(setting)
         self._child: Child | None = None
         self._events: list[Event] = []

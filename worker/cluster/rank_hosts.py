@@ -13,9 +13,9 @@ from autofit.exceptions import UsageError, WorkerError
 from autofit.facts import HOST
 from autofit.worker import meter
 from autofit.worker.cluster import archive
-from autofit.worker.cluster.actor import Found, Setting, Slot, in_copied_folder
+from autofit.worker.cluster.actor import ActorSetting, Found, Slot, in_copied_folder
 from autofit.worker.cluster.local_ray import RaySession
-from autofit.worker.cluster.nodes import MODEL, Node, look
+from autofit.worker.cluster.nodes import MODEL, ClusterNode, look
 from autofit.worker.cluster.pool import first_line
 from autofit.worker.cluster.remote_rank import RemoteHost, in_bundle
 from autofit.worker.cluster.versions import obstacles, of_node, remarks
@@ -71,7 +71,7 @@ def reserved(address: str, script: Script, device: str, count: int, say: Say) ->
             remove_placement_group(group)
 
 
-def check(nodes: Collection[Node], own: Node, device: str, count: int) -> None:
+def check(nodes: Collection[ClusterNode], own: ClusterNode, device: str, count: int) -> None:
     """Raise ``UsageError`` if the cluster has too few devices for ``count`` ranks.
 
     ``own``: the host of rank 0. All ranks run on GPUs of its model, or on CPUs.
@@ -94,7 +94,7 @@ def check(nodes: Collection[Node], own: Node, device: str, count: int) -> None:
         raise UsageError(f"{count} ranks: the cluster has {have} {what}; plan fewer ranks")
 
 
-def _group(own: Node, device: str, count: int) -> Any:
+def _group(own: ClusterNode, device: str, count: int) -> Any:
     """Ask Ray for a placement group with a bundle for each rank, the first on this host."""
     from ray.util import placement_group
 
@@ -125,8 +125,8 @@ class _Placing:
     def __init__(
         self,
         group: Any,
-        bundles: Sequence[tuple[int, Node]],
-        own: Node,
+        bundles: Sequence[tuple[int, ClusterNode]],
+        own: ClusterNode,
         device: str,
         user: Mapping[str, str],
     ) -> None:
@@ -200,11 +200,11 @@ class _Placing:
             raise WorkerError(f"{host} cannot be used: {first_line(cause)}") from error
         return found
 
-    def _start(self, number: int, node: Node) -> Any:
+    def _start(self, number: int, node: ClusterNode) -> Any:
         import ray
 
         here = node.id == self._own.id
-        setting = Setting(device=self._device, environment=self._user, here=here)
+        setting = ActorSetting(device=self._device, environment=self._user, here=here)
         carried = {} if node.here else {"py_modules": [self._sent_code()]}
         remote: Any = ray.remote  # its stubs know no such options
         options = in_bundle(self._group, number, self._device)
@@ -214,19 +214,19 @@ class _Placing:
         self._code = self._code or archive.send_code()
         return self._code
 
-    def _check(self, node: Node, found: Found, say: Say) -> None:
+    def _check(self, node: ClusterNode, found: Found, say: Say) -> None:
         own = of_node()
         if reasons := obstacles(found.versions, own, builds=self._on_gpus):
             raise UsageError(f"{node.host} cannot run this training: {', '.join(reasons)}")
         for remark in remarks(found.versions, own):
             say(f"{node.host}: {remark}")
 
-    def _others(self, hosts: Mapping[str, tuple[Node, Found]]) -> str:
+    def _others(self, hosts: Mapping[str, tuple[ClusterNode, Found]]) -> str:
         counts = Counter(node.id for _, node in self._bundles)
         others = [f"{counts[n]} on {node.host}" for n, (node, _) in hosts.items()]
         return ", ".join(others) or "none elsewhere"
 
-    def _remote(self, number: int, node: Node, folder: str | None) -> RemoteHost:
+    def _remote(self, number: int, node: ClusterNode, folder: str | None) -> RemoteHost:
         return RemoteHost(
             name=node.host,
             node=node.id,

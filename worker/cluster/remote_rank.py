@@ -11,7 +11,7 @@ from typing import Any
 from autofit.exceptions import WorkerError
 from autofit.facts import HOST
 from autofit.worker import meter
-from autofit.worker.cluster.actor import Setting
+from autofit.worker.cluster.actor import ActorSetting
 from autofit.worker.cluster.pool import first_line
 from autofit.worker.cluster.rank_actor import RankActor, RankEnd
 from autofit.worker.launch.child import Message, Tail
@@ -83,7 +83,7 @@ class RemoteHost:
     def _actor(self, request: LaunchRequest) -> Any:
         import ray
 
-        setting = Setting(
+        setting = ActorSetting(
             device=request.device,
             environment=dict(self.user),
             here=False,

@@ -23,7 +23,7 @@ from typing import Self
 
 from autofit.exceptions import WorkerError
 from autofit.worker.launch import other_uid
-from autofit.worker.launch.reaper import Process, kill_until_gone, processes, with_descendants
+from autofit.worker.launch.reaper import ProcessEntry, kill_until_gone, processes, with_descendants
 from autofit.worker.records.trials import (
     MOST_PRINTED,
     Agreed,
@@ -179,7 +179,7 @@ class Child:
         self._lone = lone
         self._lock = threading.Lock()
         self._killed = False
-        self._seen: set[Process] = set()
+        self._seen: set[ProcessEntry] = set()
         self.pid = held.pid
         self.rank = spec.rank
 
@@ -293,7 +293,7 @@ class Child:
         if self._lone:
             bury_orphans(self.pid)
 
-    def _mine(self, table: dict[int, Process]) -> set[Process]:
+    def _mine(self, table: dict[int, ProcessEntry]) -> set[ProcessEntry]:
         """Return the child, its session, its process group, adopted orphans and descendants."""
         roots = {
             process.pid
@@ -312,7 +312,9 @@ class Child:
         except (EOFError, ConnectionResetError):
             return None
         except pickle.UnpicklingError as error:
-            raise WorkerError(f"the script sent what autofit does not accept: {error}") from error
+            raise WorkerError(
+                f"a message of the script's process cannot be read: {error}"
+            ) from error
         return event
 
     def _read_output(self) -> bool:

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Self, TypeVar
 
 from autofit.worker.launch.child import EXIT_SECONDS, Child, Message, Tail, bury_orphans
-from autofit.worker.launch.reaper import Process, kill_until_gone, with_descendants
+from autofit.worker.launch.reaper import ProcessEntry, kill_until_gone, with_descendants
 from autofit.worker.launch.tasks import Rank, RankTask
 from autofit.worker.records.trials import (
     Agreed,
@@ -322,7 +322,7 @@ def report_seconds(tasks: Sequence[RankTask]) -> float:
     return REPORT_SECONDS if all(each.host is None for each in tasks) else _REMOTE_REPORT_SECONDS
 
 
-def _orphans(table: dict[int, Process]) -> set[Process]:
+def _orphans(table: dict[int, ProcessEntry]) -> set[ProcessEntry]:
     """Return this process's children, started or adopted, and their descendants."""
     roots = {process.pid for process in table.values() if process.parent == os.getpid()}
     return with_descendants(roots, table)

@@ -69,14 +69,15 @@ class Guard:
         first card that has less.
         """
         deadline = time.monotonic() + (BACK_SECONDS if seconds is None else seconds)
-        while short := [card for card in self._cards() if self._short(card, budget)]:
+        while short := [
+            card
+            for card in self._cards()
+            if card.free < min(budget, self._free.get(card.uuid, card.free)) - SLACK
+        ]:
             if time.monotonic() > deadline:
                 return f"{short[0].label} has {format_size(short[0].free)} free{who(short[0])}"
             time.sleep(_PAUSE)
         return ""
-
-    def _short(self, card: Card, budget: int) -> bool:
-        return card.free < min(budget, self._free.get(card.uuid, card.free)) - SLACK
 
     def _cards(self) -> Sequence[Card]:
         try:

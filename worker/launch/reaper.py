@@ -31,7 +31,7 @@ _KILL_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessEntry:
     """A process, as ``/proc`` shows it."""
 
     pid: int
@@ -49,13 +49,13 @@ class Process:
         return self.state not in "ZX"
 
 
-def processes() -> dict[int, Process]:
+def processes() -> dict[int, ProcessEntry]:
     """Return all processes of the machine by id."""
     found = (_read(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
 
-def _read(pid: int) -> Process | None:
+def _read(pid: int) -> ProcessEntry | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:  # the process has ended
@@ -63,15 +63,15 @@ def _read(pid: int) -> Process | None:
     # The second field is the command in brackets. It may contain spaces and brackets itself.
     fields = stat[stat.rindex(b")") + 2 :].split()
     parent, group, session, started = (int(fields[i]) for i in (1, 2, 3, 19))
-    return Process(pid, fields[0].decode(), parent, group, session, started)
+    return ProcessEntry(pid, fields[0].decode(), parent, group, session, started)
 
 
-def with_descendants(roots: Collection[int], table: dict[int, Process]) -> set[Process]:
+def with_descendants(roots: Collection[int], table: dict[int, ProcessEntry]) -> set[ProcessEntry]:
     """Return the processes of ``table`` with these ids, and all their descendants."""
     children: dict[int, list[int]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process.pid)
-    found: set[Process] = set()
+    found: set[ProcessEntry] = set()
     queue = list(roots)
     while queue:
         member = table.get(queue.pop())
@@ -81,7 +81,7 @@ def with_descendants(roots: Collection[int], table: dict[int, Process]) -> set[P
     return found
 
 
-def marked(session: str, table: dict[int, Process]) -> set[int]:
+def marked(session: str, table: dict[int, ProcessEntry]) -> set[int]:
     """Return the ids of the processes that were started with ``session`` in their environment."""
     mark = f"{SESSION}={session}".encode()
     return {pid for pid in table if mark in _environment(pid)}
@@ -95,7 +95,7 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def kill_until_gone(
-    choose: Callable[[dict[int, Process]], Collection[Process]], seconds: float
+    choose: Callable[[dict[int, ProcessEntry]], Collection[ProcessEntry]], seconds: float
 ) -> set[int]:
     """Kill the processes that ``choose`` returns, again and again, until none of them is alive.
 

@@ -1,6 +1,6 @@
 """Prepares what each process of a launch is started with, and where it runs. Imports no torch.
 
-A launch has one process, the ranks of a launcher (``rank_environment``), or replicas of a
+A launch has one process, the ranks of a launcher (``environment``), or replicas of a
 single-process script that train as one. The script must not notice the other replicas, so its
 environment has none of the variables of ``torchrun``. Each replica sees one GPU. The replicas find
 one another by ``ChildSpec.meeting``, and may run on several hosts.
@@ -17,7 +17,7 @@ from typing import Protocol
 from autofit.exceptions import UsageError
 from autofit.worker import meter
 from autofit.worker.launch.child import Message, Tail
-from autofit.worker.launch.rank_environment import THREADS, environment, free_port
+from autofit.worker.launch.environment import THREADS, environment, free_port
 from autofit.worker.records.trials import LOOPBACK, ChildSpec, Event, Meeting
 
 HASH_SEED = "PYTHONHASHSEED"
@@ -121,7 +121,9 @@ def _replicas(spec: ChildSpec, variables: Mapping[str, str], hosts: Hosts | None
     if not of_device.on_host:
         cards = of_device.measured_cards(variables)
         if len(cards) < here:
-            raise UsageError(f"{here} ranks need as many GPUs, and {len(cards)} are visible here")
+            raise UsageError(
+                f"{here} ranks need {here} GPUs, and {len(cards)} are visible: plan fewer"
+            )
         shown[:here] = [{**common, **of_device.visible_only([card.entry])} for card in cards[:here]]
     return [
         RankTask(

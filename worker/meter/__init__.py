@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 
 from autofit.exceptions import UsageError
 from autofit.facts import HOST, Hardware
-from autofit.worker.meter.base import CAP, Card, DeviceKind, Holder, Load, Meter, Peak
+from autofit.worker.meter.base import CAP, Card, CardHolder, DeviceKind, Load, Meter, Peak
 from autofit.worker.meter.kinds import find
 from autofit.worker.meter.nvml import driver_version
 
@@ -22,9 +22,9 @@ __all__ = [
     "ON_RAY",
     "VISIBLE",
     "Card",
+    "CardHolder",
     "DeviceKind",
     "Hardware",
-    "Holder",
     "Load",
     "Meter",
     "Peak",
@@ -53,7 +53,7 @@ _BEFORE = "AUTOFIT_METER_BEFORE"
 def kind(device: str) -> DeviceKind:
     """Return the kind of device with this name; raise ``UsageError`` if autofit knows none."""
     if device not in KINDS:
-        raise UsageError(f"no such device: {device!r}; there are {' and '.join(KINDS)}")
+        raise UsageError(f"there is no device {device!r}: write {' or '.join(KINDS)}")
     return KINDS[device]
 
 

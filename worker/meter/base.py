@@ -102,7 +102,7 @@ class Meter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class CardHolder:
     """A process with memory on a card."""
 
     pid: int
@@ -125,7 +125,7 @@ class Card:
     """Free bytes."""
     held: int
     """Bytes that processes hold, including those that the driver does not name."""
-    holders: tuple[Holder, ...]
+    holders: tuple[CardHolder, ...]
     """The processes that the driver names; in a container there may be none."""
     mig: bool = False
     measured: bool = True

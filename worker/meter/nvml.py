@@ -19,7 +19,7 @@ from typing import Any
 
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
-from autofit.worker.meter.base import Card, Holder, Load
+from autofit.worker.meter.base import Card, CardHolder, Load
 from autofit.worker.meter.build import COMPILERS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -259,14 +259,14 @@ def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
     return int(info.total), int(info.free), int(info.used)
 
 
-def _holders(nvml: Any, handle: Any, *, names: bool = True) -> list[Holder]:
+def _holders(nvml: Any, handle: Any, *, names: bool = True) -> list[CardHolder]:
     """Return the processes on a card, the largest first; an empty list if unknown."""
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         return []
     found = [
-        Holder(
+        CardHolder(
             pid=int(each.pid),
             name=_program(nvml, each.pid) if names else "",
             size=None if each.usedGpuMemory is None else int(each.usedGpuMemory),

@@ -202,6 +202,10 @@ def classify_text(text: str) -> Diagnosis:
     has handled earlier exceptions. If the last exception only reports another rank's end, the one
     before it decides. Without a traceback, every line counts. Lines of an exception that no
     allocator raises (``ValueError: ...``) do not count.
+
+    >>> found = classify_text("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    >>> str(found.kind), found.requested
+    ('oom', 2147483648)
     """
     return _search(text)
 

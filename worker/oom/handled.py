@@ -43,7 +43,8 @@ def because(error: BaseException, handled: BaseException) -> bool:
     """
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
-    if (message := _message(handled)) and message in formatted(error):
+    message = formatted(handled).partition("\n")[0].partition(": ")[2]
+    if message and message in formatted(error):
         return True
     caught, entries = handled.__traceback__, [*_entries(error.__traceback__)]
     if caught is None:
@@ -78,10 +79,6 @@ def formatted(error: BaseException) -> str:
     if type(error) in (SyntaxError, IndentationError, TabError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _message(error: BaseException) -> str:
-    return formatted(error).partition("\n")[0].partition(": ")[2]
 
 
 def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:

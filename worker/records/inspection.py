@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from autofit.worker.records.places import SourceLine
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLine:
+    """A line of the user's own code, or of a package."""
+
+    line: str
+    """File and line number: ``"train.py:41"``, or ``"transformers/trainer.py:4127"``."""
+    source: str = ""
+    """The text of the line."""
 
 
 class TensorKind(StrEnum):

@@ -46,6 +46,9 @@ def larger(values: Sequence[float], than: Sequence[float]) -> float:
 
     This is the one-sided p-value of the exact rank-sum test (Mann & Whitney, 1947). A small one
     says that ``values`` are larger. Equal values count as half a win each.
+
+    >>> larger([1.1, 1.2, 1.3], than=[0.8, 0.9, 1.0])
+    0.05
     """
     few, many = len(values), len(than)
     wins = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a in values for b in than)

@@ -14,9 +14,8 @@ from autofit.facts import Bandwidth, Facts, Hardware
 from autofit.plan import Plan
 from autofit.strategies.support.block_levels import more_blocks
 from autofit.worker.records import medians
-from autofit.worker.records.inspection import Growth, Inspected, Inspection
+from autofit.worker.records.inspection import Growth, Inspected, Inspection, SourceLine
 from autofit.worker.records.phases import Seconds
-from autofit.worker.records.places import SourceLine
 from autofit.worker.records.traces import Trace
 
 PROBE_SPREAD = 0.05
@@ -652,7 +651,7 @@ class LaunchRequest:
     process is started with (``Plan.at_start``).
     """
     ranks: int = 1
-    """Number of processes, on one machine: see ``worker/launch/rank_environment.py``."""
+    """Number of processes, on one machine: see ``worker/launch/environment.py``."""
     measures_bandwidth: bool = False
     """Whether the replicas first measure how fast they communicate, if they have the memory."""
     proven: tuple[Proven, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autofit.worker import meter
-from autofit.worker.launch.rank_environment import free_port
+from autofit.worker.launch.environment import free_port
 from autofit.worker.meter import build
 
 pytestmark = [

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from autofit.worker.launch.rank_environment import free_port
+from autofit.worker.launch.environment import free_port
 
 pytestmark = pytest.mark.quick
 

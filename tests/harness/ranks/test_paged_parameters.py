@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autofit.worker.launch.rank_environment import free_port
+from autofit.worker.launch.environment import free_port
 from tests.harness.ranks.trainings import TAIL, assert_same, deep
 
 MODEL = (

@@ -20,6 +20,7 @@ from autofit.worker.harness.session.script_facts import describe
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Sensitivity
 from autofit.worker.harness.verification.tolerances import TOLERANCES
+from autofit.worker.harness.verification.ways import Way
 from autofit.worker.launch.launcher import launch
 from autofit.worker.records.trials import LaunchRequest, Script, TrialReport, Verdict
 from tests.roots import Notes, Rooted
@@ -157,9 +158,11 @@ def test_blocks_that_run_again_stand_for_the_plain_model_once_proven(rooted: Roo
     assert prove(held, PLAN, batch, {}, Facts())
     held.proof.remember(PLAN)
     (wide,) = (way for way, *_ in held.proof.plain_results)
+    assert isinstance(wide, Way)
     assert wide.wide
     prove(held, PLAN.replace(precision="bf16"), batch, {}, Facts())
     (again,) = (way for way, *_ in held.proof.plain_results if way != wide)
+    assert isinstance(again, Way)
     assert again.around is not nullcontext
     held.take_back()
 

@@ -26,7 +26,10 @@ def tried(ways: list[Way], errors: dict[Way, Exception]) -> tuple[list[Way], Way
 
 
 def test_a_model_that_fails_on_some_samples_is_not_run_on_fewer() -> None:
-    fails = {FOUR: ValueError("of four"), Way(4, wide=True): ValueError("of four")}
+    fails: dict[Way, Exception] = {
+        FOUR: ValueError("of four"),
+        Way(4, wide=True): ValueError("of four"),
+    }
     assert tried([FOUR, TWO, ALL], fails) == ([FOUR, ALL], ALL)
     wide = [Way(4, wide=True), Way(2, wide=True), TWO]
     assert tried(wide, fails) == ([wide[0], TWO], TWO)

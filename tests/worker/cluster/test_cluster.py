@@ -22,15 +22,15 @@ from autofit.worker.cluster.actor import Found, in_copied_folder
 from autofit.worker.cluster.archive import identity, is_seen
 from autofit.worker.cluster.cluster_pool import ClusterPool
 from autofit.worker.cluster.local_ray import RaySession
-from autofit.worker.cluster.nodes import Node, choose, look, more
+from autofit.worker.cluster.nodes import ClusterNode, choose, look, more
 from autofit.worker.cluster.versions import DRIVER, obstacles, remarks
 from autofit.worker.records.trials import LaunchEnded, LaunchRequest, Script
 
 PARTS = ("autofit", "strategies", "worker", "storage")
 
 
-def node(name: str, *, gpus: int = 0, model: str = "", cpus: int = 1) -> Node:
-    return Node(
+def node(name: str, *, gpus: int = 0, model: str = "", cpus: int = 1) -> ClusterNode:
+    return ClusterNode(
         id=name, host=name, address="10.0.0.1", cpus=cpus, gpus=gpus, model=model, here=False
     )
 

@@ -19,7 +19,7 @@ from autofit.plan import Plan
 from autofit.worker.launch import guard as guards
 from autofit.worker.launch.guard import Guard, who
 from autofit.worker.launch.launcher import launch
-from autofit.worker.meter import Card, Holder
+from autofit.worker.meter import Card, CardHolder
 from autofit.worker.records.trials import LaunchEnded, LaunchRequest, Script, TrialReport, Verdict
 
 pytestmark = pytest.mark.quick
@@ -31,7 +31,7 @@ GIB = 1 << 30
 class Machine:
     """A card of 80 GiB, and who holds what on it."""
 
-    holders: list[Holder] = field(default_factory=list)
+    holders: list[CardHolder] = field(default_factory=list)
     unnamed: int = 0
     answers: bool = True
 
@@ -52,7 +52,7 @@ class Machine:
         )
 
     def take(self, gib: int, pid: int = 4711) -> None:
-        self.holders.append(Holder(pid=pid, name="python", size=gib * GIB))
+        self.holders.append(CardHolder(pid=pid, name="python", size=gib * GIB))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_who_holds_what_is_named_as_far_as_the_driver_says(machine: Machine) -> 
     assert who(machine.cards()[0], but=[4711]) == ": process 4712 (python) holds 10.0 GiB"
     machine.unnamed = 5 * GIB
     assert who(machine.cards()[0], but=[4711]).endswith("10.0 GiB, others hold 5.0 GiB")
-    machine.holders = [Holder(pid=9, name="", size=None)]
+    machine.holders = [CardHolder(pid=9, name="", size=None)]
     assert who(machine.cards()[0]) == (
         ": processes that the driver does not name here hold 5.0 GiB"
     )

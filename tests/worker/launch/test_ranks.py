@@ -17,7 +17,7 @@ from autofit.strategies import Facts
 from autofit.worker import meter
 from autofit.worker.harness.measurement.window import Step, Window
 from autofit.worker.harness.parent.agreement import Figures
-from autofit.worker.launch import rank_environment
+from autofit.worker.launch import environment as environments
 from autofit.worker.launch.environment import launched
 from autofit.worker.launch.group import REPORT_SECONDS
 from autofit.worker.launch.launcher import Control, launch
@@ -123,12 +123,12 @@ def test_each_rank_finds_what_torchrun_sets(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_environment_adds_to_the_users_own() -> None:
-    alone = rank_environment.environment(0, 1, 29400, {"HOME": "/here"})
+    alone = environments.environment(0, 1, 29400, {"HOME": "/here"})
     assert alone["HOME"] == "/here"
     assert alone["MASTER_PORT"] == "29400"
     assert "OMP_NUM_THREADS" not in alone
-    assert rank_environment.environment(1, 2, 29400, {})["OMP_NUM_THREADS"] == "1"
-    assert rank_environment.free_port() in rank_environment.PORTS
+    assert environments.environment(1, 2, 29400, {})["OMP_NUM_THREADS"] == "1"
+    assert environments.free_port() in environments.PORTS
 
 
 def test_all_hear_what_each_says_and_the_first_one_tells_the_rest(run: Run) -> None:
@@ -297,7 +297,7 @@ def test_what_a_rank_counted_before_a_stage_is_not_in_its_figures() -> None:
 
 def test_a_single_rank_of_torchrun_is_told_so_whatever_its_line_says() -> None:
     script = Script(
-        target="train.py", cwd="/", environment=((rank_environment.RUN_ID, rank_environment.RUN),)
+        target="train.py", cwd="/", environment=((environments.RUN_ID, environments.RUN),)
     )
     told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     assert told.items() <= launched(script, "cpu", 1).items()

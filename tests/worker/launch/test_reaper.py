@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from autofit.worker.launch import reaper
-from autofit.worker.launch.reaper import SESSION, Process, Reaper, kill_until_gone, processes
+from autofit.worker.launch.reaper import SESSION, ProcessEntry, Reaper, kill_until_gone, processes
 
 pytestmark = pytest.mark.quick
 
@@ -108,9 +108,11 @@ def test_a_process_of_an_odd_name_is_read_right(tmp_path: Path) -> None:
 
 
 def test_a_reused_id_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
-    def choose(table: dict[int, Process]) -> list[Process]:
+    def choose(table: dict[int, ProcessEntry]) -> list[ProcessEntry]:
         now = table[bystander.pid]
-        return [Process(now.pid, now.state, now.parent, now.group, now.session, now.started - 1)]
+        return [
+            ProcessEntry(now.pid, now.state, now.parent, now.group, now.session, now.started - 1)
+        ]
 
     assert kill_until_gone(choose, seconds=1) == set()
     assert bystander.poll() is None

@@ -15,16 +15,8 @@ from autofit.cli import main
 from autofit.exceptions import UsageError
 from autofit.worker import meter
 from autofit.worker.meter import build
-from autofit.worker.meter.kinds.cpu import ResidentMeter, ShimMeter
-from autofit.worker.meter.kinds.cuda import CudaMeter
 
 pytestmark = pytest.mark.quick
-
-
-def test_every_meter_keeps_the_protocol() -> None:
-    meters: list[type[meter.Meter]] = [ShimMeter, ResidentMeter, CudaMeter]  # mypy checks this line
-    promised = {name for name in vars(meter.Meter) if not name.startswith("_")}
-    assert [each for each in meters if not promised <= set(dir(each))] == []
 
 
 def test_the_machine_is_described() -> None:
@@ -38,7 +30,7 @@ def test_the_machine_is_described() -> None:
 @pytest.mark.parametrize("call", [meter.hardware, meter.free_bytes, meter.for_device])
 def test_an_unknown_device_is_named(call: object) -> None:
     assert callable(call)
-    with pytest.raises(UsageError, match="no such device: 'tpu'; there are cpu and cuda"):
+    with pytest.raises(UsageError, match="there is no device 'tpu': write cpu or cuda"):
         call("tpu")
 
 

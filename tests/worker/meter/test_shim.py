@@ -323,7 +323,7 @@ def test_the_command_keeps_its_exit_code_and_arguments() -> None:
     [
         ((), "usage: python -m autofit.worker.cap SIZE -- COMMAND"),
         (("1GiB", "python"), "usage: python -m autofit.worker.cap SIZE -- COMMAND"),
-        (("banana", "--", "true"), "not a size: 'banana'; write a number with a unit"),
+        (("banana", "--", "true"), "'banana' is not a size: write a number with a unit"),
         (("1GiB", "--", "no-such-command"), "cannot run 'no-such-command': No such file"),
     ],
 )

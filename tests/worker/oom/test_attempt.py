@@ -16,12 +16,6 @@ class Held:
     """Stands for a tensor that a failed call holds."""
 
 
-def test_a_value_is_returned() -> None:
-    outcome = attempt(lambda: 3)
-    assert outcome.fits
-    assert outcome.result() == 3
-
-
 def test_a_shortage_is_returned_and_its_frames_hold_nothing() -> None:
     references = []
 

@@ -237,11 +237,6 @@ def test_a_memory_error_in_the_scripts_own_words_is_a_suspect() -> None:
     future.get_loop().close()
 
 
-def test_torch_has_one_type_of_two_names() -> None:
-    torch = importlib.import_module("torch")
-    assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
-
-
 def test_a_size_that_cannot_be_meant_is_a_trap_although_the_type_is_right() -> None:
     error = _torch_oom("CUDA out of memory. Tried to allocate more than 1EB memory.")
     assert classify(error).kind is ErrorKind.NOT_OOM

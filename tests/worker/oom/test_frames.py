@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import free_frames
 
 pytestmark = pytest.mark.quick
 

@@ -25,7 +25,7 @@ from autofit.worker.harness.torch_state.modules import version_of
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.harness.torch_state.undo import temporarily
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import free_frames
 
 CHANGED = "the model's weights, buffers or mode changed between its forward and its backward"
 

@@ -30,8 +30,7 @@ from autofit.worker.harness.patching.observers import inside, plain_backward
 from autofit.worker.harness.torch_state.graph import nodes_made
 from autofit.worker.harness.torch_state.host_saved import copy_on_host
 from autofit.worker.harness.torch_state.module_state import FirstCallUpdates
-from autofit.worker.oom.attempt import is_shortage
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import free_frames, is_shortage
 
 CREATE_GRAPH = "the script differentiates the gradients of the model's parameters (create_graph)"
 

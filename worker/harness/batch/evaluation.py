@@ -19,7 +19,7 @@ from autofit.worker.harness.batch.layout import Batch, Layout, cuts
 from autofit.worker.harness.batch.outputs import Parts
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import free_frames
 
 PHASE = "evaluation"
 """The name of the phase in reports of a shortage."""

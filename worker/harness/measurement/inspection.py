@@ -18,7 +18,7 @@ from autofit.exceptions import Refused
 from autofit.facts import HOST
 from autofit.plan import Plan
 from autofit.strategies.inspection.blocks import repeated_blocks
-from autofit.strategies.support.bitsandbytes import SMALL
+from autofit.strategies.support.optimizers import SMALL
 from autofit.worker.harness.batch.layout import Batch
 from autofit.worker.harness.fake_gpu.card import FakeGpu
 from autofit.worker.harness.measurement import leaks

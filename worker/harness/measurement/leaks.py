@@ -20,8 +20,7 @@ from autofit.worker.harness.measurement.allocations import Allocation, Allocatio
 from autofit.worker.harness.torch_state import frames
 from autofit.worker.harness.torch_state.graph import edges_of, walk
 from autofit.worker.harness.torch_state.pytree import flatten
-from autofit.worker.records.inspection import Growth
-from autofit.worker.records.places import SourceLine
+from autofit.worker.records.inspection import Growth, SourceLine
 
 FEWEST = 2
 """Steps in a row, each of which must have left tensors or a graph. A trial has no more of them."""

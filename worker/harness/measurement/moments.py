@@ -12,8 +12,7 @@ from autofit.worker.harness.measurement.allocations import (
     Operation,
 )
 from autofit.worker.harness.torch_state import frames
-from autofit.worker.records.inspection import Part, PeakMoment, TensorKind
-from autofit.worker.records.places import SourceLine
+from autofit.worker.records.inspection import Part, PeakMoment, SourceLine, TensorKind
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 """Phases of a step. Forward ends where backward begins, so the loss is a part of it."""

@@ -35,9 +35,8 @@ from autofit.worker.harness.torch_state.modules import without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.meter import Peak
-from autofit.worker.oom.attempt import attempt_model, is_shortage
+from autofit.worker.oom.attempt import attempt_model, free_frames, is_shortage
 from autofit.worker.oom.classifier import classify
-from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.trials import Measurement, OutOfMemory
 
 NO_OUTPUT = "no output of the model has a gradient"

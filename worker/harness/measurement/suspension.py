@@ -29,9 +29,8 @@ from autofit.worker.harness.session.session import Session
 from autofit.worker.harness.torch_state.compile_state import CompileClock
 from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.rng import RandomState
-from autofit.worker.oom.attempt import is_shortage
+from autofit.worker.oom.attempt import free_frames, is_shortage
 from autofit.worker.oom.classifier import ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import PROBE
 from autofit.worker.records.trials import Measurement
 

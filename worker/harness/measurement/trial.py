@@ -38,9 +38,8 @@ from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.plan_check import prove
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter
-from autofit.worker.oom.attempt import is_shortage
+from autofit.worker.oom.attempt import free_frames, is_shortage
 from autofit.worker.oom.classifier import classify
-from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.trials import (
     BandwidthMeasured,
     Finished,

@@ -29,7 +29,7 @@ from autofit.strategies.base import (
     Undo,
     View,
 )
-from autofit.strategies.support.parameter_groups import parameters
+from autofit.strategies.support.optimizers import parameters
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.patching.step_in_backward import Release
 from autofit.worker.harness.torch_state.undo import take_back, temporarily, together

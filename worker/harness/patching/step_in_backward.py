@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import Aside
-from autofit.strategies.support.parameter_groups import parameters, without
+from autofit.strategies.support.optimizers import parameters, without
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.torch_state.undo import temporarily
 

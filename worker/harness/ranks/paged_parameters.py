@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from autofit.strategies.base import Undo
-from autofit.strategies.support.device import on_accelerator
+from autofit.strategies.support.memory import on_accelerator
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.torch_state.host_saved import host_bytes

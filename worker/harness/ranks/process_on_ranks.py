@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Shards, Undo
-from autofit.strategies.support.device import device_capacity
+from autofit.strategies.support.memory import device_capacity
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup, sharing
 from autofit.worker.harness.ranks.sharded_state import ShardedStates

@@ -22,8 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autofit.exceptions import Refused
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support.optimizer_classes import PER_PARAMETER, in_torch
-from autofit.strategies.support.parameter_groups import parameters, without
+from autofit.strategies.support.optimizers import PER_PARAMETER, in_torch, parameters, without
 from autofit.worker.harness.patching.patches import Patches
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.reduction import buckets

@@ -33,7 +33,7 @@ from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
 from autofit.strategies.base import Forward, Root, Shards, Undo, Wrapper
 from autofit.strategies.inspection.blocks import repeated_blocks
-from autofit.strategies.support.device import on_accelerator
+from autofit.strategies.support.memory import on_accelerator
 from autofit.worker.harness.batch.layout import Batch, Layout
 from autofit.worker.harness.ranks.paged_parameters import PagedParameters, paged_parameters
 from autofit.worker.harness.ranks.references import drop_values, replace_parameters

@@ -42,8 +42,8 @@ from autofit.worker.harness.torch_state.undo import temporarily
 from autofit.worker.harness.verification.layout_cache import plain_layout
 from autofit.worker.harness.verification.split_check import batched_arguments
 from autofit.worker.harness.verification.splits import Splits
+from autofit.worker.oom.attempt import free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 
 CREATE_GRAPH = "the script differentiates gradients (create_graph) through the model"
 UNKNOWN_LEAF = "the model uses a tensor with gradients that is not one of its parameters"

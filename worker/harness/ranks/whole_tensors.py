@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autofit.exceptions import Refused
 from autofit.strategies import SHARDING
 from autofit.strategies.base import OptimizerHandle, Undo
-from autofit.strategies.support import optimizer_classes
+from autofit.strategies.support import optimizers
 from autofit.worker.harness.patching.observers import Seams
 from autofit.worker.harness.ranks.group import RankGroup
 from autofit.worker.harness.ranks.paged_parameters import paged_parameters
@@ -373,7 +373,7 @@ def _memory(tensor: torch.Tensor) -> int | None:
 def follow_weights(handle: OptimizerHandle, whole: WholeTensors) -> Undo:
     """Let an optimizer step sharded parameters from now on; raise ``Refused`` if it cannot."""
     optimizer = handle.optimizer
-    if reason := why_not(optimizer, optimizer_classes.ELEMENTWISE):
+    if reason := why_not(optimizer, optimizers.ELEMENTWISE):
         raise Refused(reason)
 
     def step(optimizer: Any, plain: Callable[[], None]) -> None:

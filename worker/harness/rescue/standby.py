@@ -54,8 +54,7 @@ from autofit.worker.harness.torch_state.modules import version_of, without_cache
 from autofit.worker.harness.torch_state.pytree import flatten
 from autofit.worker.harness.torch_state.rng import Ambient, RandomState
 from autofit.worker.harness.verification.splits import Splits
-from autofit.worker.oom.attempt import attempt
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import attempt, free_frames
 
 _OURS = "autofit"
 """Key in a node's own dictionary for the root's outputs that it made."""

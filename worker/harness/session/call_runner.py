@@ -23,8 +23,8 @@ from autofit.worker.harness.torch_state.modules import transformed
 from autofit.worker.harness.torch_state.undo import NotTakenBack
 from autofit.worker.harness.verification.short_of_memory import in_check
 from autofit.worker.meter import Meter
+from autofit.worker.oom.attempt import free_frames
 from autofit.worker.oom.classifier import Diagnosis, ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 from autofit.worker.records.phases import FIRST_BATCH, OTHER, Phases
 from autofit.worker.records.trials import CHECK, OutOfMemory
 

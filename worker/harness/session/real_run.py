@@ -27,8 +27,7 @@ from autofit.worker.harness.torch_state.rng import RandomState
 from autofit.worker.harness.verification.plan_check import prove, shows_in_calls
 from autofit.worker.harness.verification.proof_cache import Known
 from autofit.worker.meter import Meter, accelerator
-from autofit.worker.oom import survived
-from autofit.worker.oom.attempt import is_shortage
+from autofit.worker.oom.attempt import count_survived, is_shortage
 from autofit.worker.oom.classifier import ErrorKind, classify, classify_retries
 from autofit.worker.records.trials import (
     Event,
@@ -347,7 +346,7 @@ class RealRun(Session):
     def _in_one_piece(self, reason: str, *, on_host: bool) -> None:
         """Report, once for each reason, that calls run in one piece."""
         if on_host:
-            survived.add()
+            count_survived()
         if (reason, on_host) not in self._whole:
             self._whole.add((reason, on_host))
             told = InOnePiece(reason=reason, on_host=on_host, phase=self.phase, steps=self.steps)
@@ -355,7 +354,7 @@ class RealRun(Session):
 
     def shortage(self, found: OutOfMemory) -> None:
         """Report a shortage to the parent, which tells the user and the store."""
-        survived.add()
+        count_survived()
         self._reporter.send(Shortage(index=self.index, out_of_memory=found))
 
     def boundary(self) -> None:

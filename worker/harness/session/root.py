@@ -30,7 +30,7 @@ from autofit.worker.harness.torch_state.module_watch import ModuleWatch
 from autofit.worker.harness.torch_state.undo import take_back
 from autofit.worker.harness.verification.proof_cache import Known, ProofRecord
 from autofit.worker.harness.verification.splits import Splits
-from autofit.worker.oom.frames import free_frames
+from autofit.worker.oom.attempt import free_frames
 
 
 def _warn(reason: str) -> None:

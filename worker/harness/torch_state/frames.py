@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from autofit.worker.records.places import SourceLine
+from autofit.worker.records.inspection import SourceLine
 
 OURS = tuple(
     str(folder) + os.sep

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autofit.strategies.support.memory_layout import laid_out
+from autofit.strategies.support.memory import laid_out
 
 HUGE_PAGES = 14
 """Linux's ``MADV_HUGEPAGE``."""

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from autofit.strategies.support.device import on_accelerator
+from autofit.strategies.support.memory import on_accelerator
 
 BUCKETS = 4093
 """The number is prime. If it were a layer's number of inputs, each sum would run over all outputs.

@@ -58,9 +58,8 @@ from autofit.worker.harness.verification.split_rules import (
     by_coefficients,
 )
 from autofit.worker.harness.verification.ways import SAMPLES, LowMemory, Way, first_that_runs
-from autofit.worker.oom.attempt import attempt, attempt_model
+from autofit.worker.oom.attempt import attempt, attempt_model, free_frames
 from autofit.worker.oom.classifier import ErrorKind, classify
-from autofit.worker.oom.frames import free_frames
 
 SEEDS = range(6)
 """Of Python's and NumPy's generators, for a model that draws with them."""

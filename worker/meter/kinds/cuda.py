@@ -17,17 +17,20 @@ samples, the growth is attributed to other processes. Without NVML, the context 
 
 from __future__ import annotations
 
+import ctypes
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autofit.exceptions import WorkerError
 from autofit.facts import Hardware
-from autofit.worker.meter import libcuda, nvml
+from autofit.worker.meter import nvml
 from autofit.worker.meter.base import NEAR, Card, DeviceKind, Load, Meter, Peak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
+
 
 T = TypeVar("T")
 
@@ -37,6 +40,8 @@ ASSUMED = 768 << 20
 """Bytes assumed for a CUDA context that cannot be measured."""
 LIBRARIES = 1 << 30
 """Bytes by which the context may grow between two samples if NVML does not find this process."""
+_CAPABILITY = (75, 76)
+"""``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`` and ``_MINOR``."""
 
 
 class Cuda(DeviceKind):
@@ -51,7 +56,7 @@ class Cuda(DeviceKind):
         try:
             return nvml.cards()
         except WorkerError:
-            return libcuda.cards()
+            return _cards_of_driver()
 
     def loads(self) -> tuple[Load, ...]:
         """Return what NVML reports of each GPU."""
@@ -267,3 +272,48 @@ def _query(read: Callable[[], T]) -> T | None:
         return read()
     except (WorkerError, RuntimeError):  # torch's AcceleratorError is a RuntimeError
         return None
+
+
+@cache
+def _cards_of_driver() -> tuple[Card, ...]:
+    """Return the visible GPUs as CUDA's driver library lists them; none without a driver.
+
+    Containers often have the driver's ``compute`` part without ``utility``, to which NVML belongs.
+    The free memory of a card and the processes on it are then unknown. The call makes no CUDA
+    context, so it allocates no GPU memory.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_card(cuda, index) for index in range(count.value))
+
+
+def _card(cuda: ctypes.CDLL, index: int) -> Card:
+    device, total = ctypes.c_int(), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    capability = []
+    for attribute in _CAPABILITY:
+        value = ctypes.c_int()
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        capability.append(value.value)
+    return Card(
+        entry=str(index),
+        uuid="",
+        hardware=Hardware(
+            device="cuda",
+            name=name.value.decode(errors="replace"),
+            total_bytes=total.value,
+            capability=(capability[0], capability[1]),
+        ),
+        free=total.value,
+        held=0,
+        holders=(),
+        measured=False,
+    )

@@ -1,4 +1,7 @@
-"""How a tensor lies in memory."""
+"""How a tensor lies in memory, and how much of its device's memory a process may use.
+
+A hook asks this; the rest is asked in ``worker/meter``.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,18 @@ def span(tensor: torch.Tensor) -> int:
 def gapped(tensor: torch.Tensor) -> bool:
     """Return whether there are gaps between a tensor's elements."""
     return span(tensor) > tensor.numel()
+
+
+def on_accelerator(device: torch.device) -> bool:
+    """Return whether ``device`` is what torch calls the accelerator of this machine."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and device.type == found.type
+
+
+def device_capacity(device: torch.device) -> int | None:
+    """Return the bytes that this process may use of an accelerator, ``None`` for other devices."""
+    if not on_accelerator(device):
+        return None
+    module = torch.get_device_module(device)
+    total = module.get_device_properties(device).total_memory
+    return int(total * module.get_per_process_memory_fraction(device))
