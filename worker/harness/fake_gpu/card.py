@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
@@ -73,6 +74,7 @@ class FakeGpu:
         patches.wrap(DataLoader, "__iter__", _for_real)
         patches.wrap(torch.Tensor, "__deepcopy__", _for_real)
         patches.set(torch._subclasses, "FakeTensor", _Traced)
+        patches.set(fake_tensor, "init_gpu_context", lambda device: None)
         patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
         patches.set(FakeTensor, "__format__", _format)
         patches.set(FakeTensor, "numpy", _numpy)
