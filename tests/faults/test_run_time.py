@@ -234,7 +234,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.quick
+@pytest.mark.full
 @pytest.mark.parametrize("content", SPOILT.values(), ids=SPOILT.keys())
 def test_a_plan_that_is_none_in_the_store_is_one_line(
     content: str, searched: Path, tmp_path: Path

@@ -229,6 +229,7 @@ class StrategyContract:
     def test_it_keeps_its_promise(self, setting: Setting, rooted: Rooted, case: Case) -> None:
         assert_promise(rooted, case, plan(setting))
 
+    @pytest.mark.full
     def test_it_lowers_what_it_says(self, strategy: Strategy) -> None:
         """Of the bytes a step holds at its worst moment, on the stand-in device."""
         if Memory.ACTIVATIONS not in strategy.lowers:

@@ -15,7 +15,7 @@ from autofit.export.load import load_plan
 from autofit.storage import Store
 from autofit.units import exact_size
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

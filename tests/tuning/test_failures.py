@@ -256,7 +256,7 @@ def test_the_model_itself_does_not_fit(script: Write, trials: Trials, capsys: Ca
     assert trial.verdict is Verdict.OUT_OF_MEMORY
 
 
-@pytest.mark.quick
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("phase", "line"),
     [

@@ -32,6 +32,10 @@ torch sets them: ``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandle
 """
 CUBLAS_ELSE = 4096 * 1024 * 2 + 16 * 1024 * 8
 """The same on other cards."""
+NO_AUTOCAST = (
+    "torch's build for CUDA cannot run a backward pass within autocast on a machine without a GPU:"
+    " install torch's build for the CPU to follow this script here"
+)
 IN_THIS_PROCESS = {
     "num_workers": 0,
     "persistent_workers": False,
@@ -55,6 +59,8 @@ class FakeGpu:
 
     def __init__(self, card: Hardware) -> None:
         self.card = card
+        self._needs_driver = False
+        """torch is a build for CUDA and there is no GPU: its backward in autocast asks for one."""
         self.allocator = CachingAllocator(limit=card.total_bytes)
         workspace = CUBLAS.get((card.capability or (9, 0))[0], CUBLAS_ELSE)
         self.mode = FakeMode(self.allocator, workspace)
@@ -62,6 +68,7 @@ class FakeGpu:
     def attach(self) -> None:
         """Let torch compute on this card from now on; the script has just imported it."""
         patches = Patches()
+        self._needs_driver = getattr(torch._C, "_cuda_getDeviceCount", lambda: 1)() == 0
         without_driver()
         driver.answer(self.card, self.allocator, patches)
         self._library = torch.library.Library("aten", "IMPL")
@@ -101,6 +108,8 @@ class FakeGpu:
     def _noting_autocast(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def set_autocast_enabled(*args: Any) -> Any:
             if len(args) == 1 or args[0] == "cuda":
+                if args[-1] and self._needs_driver:
+                    raise RuntimeError(NO_AUTOCAST)
                 self.mode.autocast = bool(args[-1])
             return plain(*args)
 
