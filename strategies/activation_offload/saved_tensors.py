@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from autofit import host
 from autofit.strategies.activation_offload import SMALL, WINDOW
 from autofit.strategies.base import Forward
-from autofit.strategies.support.memory import gapped, laid_out, on_accelerator
+from autofit.strategies.support.memory import empty_host_cache, gapped, laid_out, on_accelerator
 
 AHEAD = 4
 """Tensors that backward copies back in advance."""
@@ -310,7 +310,7 @@ class Offload:
         for device in used:
             torch.accelerator.synchronize(device)  # torch keeps what a copy may still use
         if used:
-            torch.accelerator.empty_host_cache()
+            empty_host_cache()
 
     def _residents(self, *arguments: Any) -> set[int]:
         """Return the addresses of weights, buffers and the batch, which stay on the device."""

@@ -42,3 +42,9 @@ def device_capacity(device: torch.device) -> int | None:
     module = torch.get_device_module(device)
     total = module.get_device_properties(device).total_memory
     return int(total * module.get_per_process_memory_fraction(device))
+
+
+def empty_host_cache() -> None:
+    """Give pinned host memory that no tensor uses back to the system."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)  # from torch 2.12 on
+    (public or torch._C._host_emptyCache)()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autofit.facts import HOST
+from autofit.strategies.support import memory
 from autofit.worker import meter
 
 RECORDED = 1_000_000
@@ -127,7 +128,7 @@ def empty_cache() -> None:
 def empty_host_cache() -> None:
     """Give pinned host memory back that no tensor uses."""
     if started():
-        torch.accelerator.empty_host_cache()
+        memory.empty_host_cache()
 
 
 def generators() -> tuple[torch.Generator, ...]:
