@@ -64,7 +64,7 @@ def prose(text: str) -> str:
     paragraphs = []
     for part in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         title, _, entries = part.partition("\n")
-        if all(line.startswith("    ") for line in part.splitlines()):
+        if part.startswith(">>>") or all(line.startswith("    ") for line in part.splitlines()):
             paragraphs.append(f"```python\n{textwrap.dedent(part)}\n```")
         elif title in SECTIONS and entries:
             paragraphs += [SECTIONS[title], "\n".join(_entries(textwrap.dedent(entries)))]
@@ -488,7 +488,8 @@ def members(cls: type) -> Iterator[str]:
         thing = getattr(member, "__func__", member)
         if not name.startswith("_") and (isinstance(thing, property) or inspect.isfunction(thing)):
             shown = name if isinstance(thing, property) else f"{name}{_parameters(thing)}"
-            rows.append((f"`{shown}`", described(thing).replace("\n\n", " ")))
+            told = described(thing).partition("\n\n```")[0]  # a cell holds no example
+            rows.append((f"`{shown}`", told.replace("\n\n", " ")))
     yield from table(("member", "meaning"), rows)
 
 

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autofit.storage import Purpose, State, Store, StudyRecord
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.full
 
 Ask = Callable[[str], Any]
 

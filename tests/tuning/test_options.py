@@ -1,4 +1,4 @@
-"""One list of search options: the dataclass, Click's options and ``--submit`` agree."""
+"""One list of search options: the dataclass and Click's options agree."""
 
 from __future__ import annotations
 

@@ -18,12 +18,6 @@ def accumulating(batch_size: int, accumulation: int, name: str) -> float:
     return batch_size * 1.0
 
 
-@autofit.resilient(batch_size=256)
-async def coroutine(batch_size: int, name: str) -> float:
-    """Train."""
-    return batch_size * 1.0
-
-
 @autofit.resilient
 def planned(plan: ActivePlan, name: str) -> float:
     """Train."""
@@ -40,12 +34,6 @@ def given(plan: ActivePlan, name: str) -> float:
 def step(batch: list[int], scale: float = 1.0) -> float:
     """Train."""
     return scale
-
-
-@autofit.resilient.step(reduction="sum")
-async def later(batch: list[int]) -> float:
-    """Train."""
-    return 1.0
 
 
 assert_type(step([1], scale=2.0), float)
@@ -75,12 +63,6 @@ assert_type(Trainer().planned("x"), float)
 sized(32, "x")  # type: ignore[call-arg, arg-type]
 sized(3)  # type: ignore[arg-type]
 Trainer().sized(32, "x")  # type: ignore[call-arg, arg-type]
-
-
-async def awaited() -> None:
-    """A coroutine function stays one."""
-    assert_type(await coroutine("x"), float)
-    assert_type(await later([1]), float)
 
 
 @autofit.resilient(batch_size=256)  # type: ignore[arg-type]

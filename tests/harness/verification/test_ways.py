@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from autofit.worker.harness.verification.ways import Way, first_that_runs
+from autofit.worker.oom.attempt import attempt_model
 
 pytestmark = pytest.mark.quick
 
@@ -22,7 +25,7 @@ def tried(ways: list[Way], errors: dict[Way, Exception]) -> tuple[list[Way], Way
             raise errors[way]
         return way
 
-    return seen, first_that_runs(ways, run).value
+    return seen, first_that_runs(ways, lambda way: attempt_model(partial(run, way))).value
 
 
 def test_a_model_that_fails_on_some_samples_is_not_run_on_fewer() -> None:
@@ -39,8 +42,15 @@ def test_one_that_does_not_fit_is_not_run_on_more() -> None:
     short = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
     host = Way(2, on_host=True)
     assert tried([FOUR, TWO, host, ALL], {FOUR: short, TWO: short}) == ([FOUR, TWO, host], host)
-    seen, found = tried([FOUR, TWO, ALL], {FOUR: short, TWO: short})
+    seen, found = tried([FOUR, TWO, ALL, TWO], {FOUR: short, TWO: short})
     assert (seen, found) == ([FOUR, TWO], None)
+
+
+def test_one_that_fits_on_too_few_runs_on_all_with_less_memory() -> None:
+    short = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    few, every = Way(2, on_host=True), Way(9, on_host=True)
+    errors = {FOUR: short, TWO: ValueError("of two")}
+    assert tried([FOUR, TWO, few, ALL, every], errors) == ([FOUR, TWO, every], every)
 
 
 def test_the_last_error_is_that_of_the_outcome() -> None:
@@ -49,4 +59,5 @@ def test_the_last_error_is_that_of_the_outcome() -> None:
     def run(way: Way) -> None:
         raise error
 
-    assert first_that_runs([FOUR, TWO], run).failure is error
+    found = first_that_runs([FOUR, TWO], lambda way: attempt_model(partial(run, way)))
+    assert found.failure is error

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ from autofit.worker.harness.verification.split_check import (
 from autofit.worker.harness.verification.split_rules import is_number
 from autofit.worker.harness.verification.tolerances import TOLERANCES
 from autofit.worker.harness.verification.ways import SAMPLES, Way, first_that_runs
-from autofit.worker.oom.attempt import attempt
+from autofit.worker.oom.attempt import AttemptOutcome, attempt, attempt_model
 from autofit.worker.records.trials import NOT_COMPARABLE
 
 
@@ -305,11 +305,11 @@ def _in_float64(
     whole = bool(size and pointing(batch, _layout(batch)))
     sizes = dict.fromkeys((size,) if whole else (SAMPLES, _fewest_samples(root), size))
 
-    def run(way: Way) -> tuple[Effects, Effects, Batch] | None:
+    def run(way: Way) -> AttemptOutcome[tuple[Effects, Effects, Batch]]:
         samples = widened_batch(_samples(batch, way.samples))
-        with suppress(CannotRun):
-            return *_both_in_float64(root, applied, samples, (way, *call)), samples
-        return None
+        both = partial(_both_in_float64, root, applied, samples, (way, *call))
+        outcome = attempt_model(lambda: (*both(), samples))
+        return AttemptOutcome() if isinstance(outcome.failure, CannotRun) else outcome
 
     found = first_that_runs((Way(each, wide=True) for each in sizes), run).value
     if found is None:
@@ -374,15 +374,12 @@ def _effects_with_and_without(
     """Apply ``plan``; return the effects of a few samples without it and under it.
 
     All samples run if the model cannot run on a few: the nodes of a graph, or a batch with state
-    from the previous call. A sharded model has one way: after a shortage in the middle of it, its
-    ranks would no longer match.
+    from the previous call.
     """
     ways, size = _ways(root), _size(batch)
     every = dict.fromkeys(replace(way, samples=size) for way in ways)
     some = [] if size and pointing(batch, _layout(batch)) else ways
     run = partial(_effects_of_way, root, plan, batch, call)
-    if moves_together(root.module):
-        return run(next(iter([*some, *every])))
     outcome = first_that_runs([*some, *every], run)
     if not outcome.fits:
         root.take_back()
@@ -414,25 +411,46 @@ def _ways(root: CheckedRoot) -> list[Way]:
 
 def _effects_of_way(
     root: CheckedRoot, plan: Plan, batch: Batch, call: tuple[object, ...], way: Way
-) -> tuple[Effects, Effects]:
+) -> AttemptOutcome[tuple[Effects, Effects]]:
     """Apply ``plan``; return the effects of some samples without it and under it.
 
-    Later checks in the same call reuse the plain result.
+    A model may support no such samples. An error under the plan is raised: it is the plan's fault.
+    A sharded model raises all, because its ranks would no longer match after one.
     """
-    samples = _samples(batch, way.samples)
-    plain = root.proof.plain_results.get((way, *call))
+    trial = _at_once if moves_together(root.module) else attempt_model
+    plain = trial(partial(_plain_effects, root, batch, call, way))
+    if plain.value is None:
+        return AttemptOutcome(shortage=plain.shortage, failure=plain.failure)
+    under = partial(_effects_in_way, root, plan, _samples(batch, way.samples), way)
+    found = (_at_once if moves_together(root.module) else attempt)(under)
+    if found.value is None:
+        return AttemptOutcome(shortage=found.shortage)
+    return AttemptOutcome((plain.value, found.value))
+
+
+def _at_once(run: Callable[[], Effects]) -> AttemptOutcome[Effects]:
+    return AttemptOutcome(run())
+
+
+def _plain_effects(root: CheckedRoot, batch: Batch, call: tuple[object, ...], way: Way) -> Effects:
+    """Return the effects without a plan; later checks in the same call reuse them."""
+    plain: Effects | None = root.proof.plain_results.get((way, *call))
     if plain is None:
         root.take_back()
         with way.saving(root.module), autocast_noticed(root):
-            plain = _effects(root, root.plain, samples)
+            plain = _effects(root, root.plain, _samples(batch, way.samples))
         root.proof.plain_results[way, *call] = plain
+    return plain
+
+
+def _effects_in_way(root: CheckedRoot, plan: Plan, samples: Batch, way: Way) -> Effects:
     root.apply(plan)
     if is_paged(root.module) and checkpointed_blocks(root, root.facts, root.plan) is None:
         way = Way(way.samples)  # the plan checkpoints the blocks itself
     if way == Way(way.samples) or moves_together(root.module):
         with way.saving(root.module):
-            return plain, _effects(root, root.forward, samples)
-    return plain, _effects_under_plan(root, samples)
+            return _effects(root, root.forward, samples)
+    return _effects_under_plan(root, samples)
 
 
 def _fewest_samples(root: CheckedRoot) -> int:
@@ -580,10 +598,10 @@ def _sensitivity(
         return Sensitivity(mean_difference(found.gradients, plain.gradients), buffers)
 
     try:
-        outcome = first_that_runs([*ways, *(replace(way, samples=size) for way in ways)], run)
+        every = [*ways, *(replace(way, samples=size) for way in ways)]
+        return first_that_runs(every, lambda way: attempt_model(partial(run, way))).value
     finally:
         root.apply(plan)
-    return outcome.result() if outcome.fits else None
 
 
 def _rounded(leaf: Any) -> Any:

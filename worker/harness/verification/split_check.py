@@ -202,7 +202,7 @@ class _SplitCheck:
                 return self._find(layout, chosen[: way.samples], way)
             return self._find(layout, chosen[-way.samples :], way)
 
-        outcome = first_that_runs(ways, run)
+        outcome = first_that_runs(ways, lambda way: attempt_model(partial(run, way)))
         if (error := outcome.failure) is None:
             return outcome.result()
         line = (str(error).splitlines() or [type(error).__name__])[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from torch import nn
 
 from autofit.worker.harness.torch_state.host_saved import saved_on_host
-from autofit.worker.oom.attempt import AttemptOutcome, attempt_model
+from autofit.worker.oom.attempt import AttemptOutcome
 
 T = TypeVar("T")
 
@@ -42,28 +41,30 @@ class Way:
         return saved_on_host(module.parameters()) if self.on_host else self.around()
 
 
-def first_that_runs(ways: Iterable[Way], run: Callable[[Way], T]) -> AttemptOutcome[T]:
+def first_that_runs(
+    ways: Iterable[Way], run: Callable[[Way], AttemptOutcome[T]]
+) -> AttemptOutcome[T]:
     """Return the outcome of the first way that fits and that the model supports, else of the last.
 
     In the same precision, a model that fails on some samples is not run on fewer. One that does not
-    fit is not run on more. Raises as ``attempt_model`` does.
+    fit is not run on as many or more in the same way.
     """
     outcome: AttemptOutcome[T] = AttemptOutcome()
     failed: dict[tuple[bool, bool], int] = {}
-    short: dict[tuple[bool, bool], int] = {}
+    short: dict[Way, int] = {}
     try:
         for way in ways:
-            precision = way.wide, way.autocast
+            precision, same = (way.wide, way.autocast), replace(way, samples=0)
             fewer = way.samples <= failed.get(precision, -1)
-            if fewer or way.samples > short.get(precision, way.samples):
+            if fewer or way.samples >= short.get(same, way.samples + 1):
                 continue
-            outcome = attempt_model(partial(run, way))
+            outcome = run(way)
             if outcome.failure is not None:
                 failed[precision] = way.samples
             elif outcome.fits:
                 break
             else:
-                short[precision] = way.samples
+                short[same] = way.samples
         return outcome
     finally:
         del outcome  # its error holds this frame, and they would keep each other
