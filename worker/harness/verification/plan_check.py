@@ -417,18 +417,18 @@ def _effects_of_way(
     A model may support no such samples. An error under the plan is raised: it is the plan's fault.
     A sharded model raises all, because its ranks would no longer match after one.
     """
-    trial = _at_once if moves_together(root.module) else attempt_model
+    trial = _directly if moves_together(root.module) else attempt_model
     plain = trial(partial(_plain_effects, root, batch, call, way))
     if plain.value is None:
         return AttemptOutcome(shortage=plain.shortage, failure=plain.failure)
     under = partial(_effects_in_way, root, plan, _samples(batch, way.samples), way)
-    found = (_at_once if moves_together(root.module) else attempt)(under)
+    found = (_directly if moves_together(root.module) else attempt)(under)
     if found.value is None:
         return AttemptOutcome(shortage=found.shortage)
     return AttemptOutcome((plain.value, found.value))
 
 
-def _at_once(run: Callable[[], Effects]) -> AttemptOutcome[Effects]:
+def _directly(run: Callable[[], Effects]) -> AttemptOutcome[Effects]:
     return AttemptOutcome(run())
 
 
