@@ -107,7 +107,7 @@ class Dispatcher:
             self.tell_started(slot, plan)
 
     def _begin(self, plan: Plan, launch: int, purpose: Purpose) -> TrialRecord:
-        """Store a trial before it runs, so that it is known after a kill."""
+        """Store a trial before it runs: a search that was killed finds it again."""
         return self._history.store.add_trials(
             self._history.study, [plan], launch=launch, owner=self.owner, purpose=purpose
         )[0]

@@ -38,7 +38,7 @@ ELEMENTWISE = {
     "RMSprop": 3,
     "SGD": 1,
 }
-"""Those that update each element by itself, with the most values of state that they keep for one.
+"""Optimizers that update each element by itself, and how many values they keep for each at most.
 
 The third value of Adam is that of ``amsgrad``.
 """

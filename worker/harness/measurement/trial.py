@@ -254,7 +254,7 @@ class Trial(Session):
     def caller(
         self, root: HarnessRoot, args: Any, kwargs: Any, run: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """Count a call; return what runs it, traced if it is in one of the first steps.
+        """Count a call, and return what runs it. Calls of the first steps are traced.
 
         The first call of all starts the stages. If the trial waits for a call, plans are probed
         first. A plan that is to be verified now has trained, and is taken back for it.

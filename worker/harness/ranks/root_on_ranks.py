@@ -56,7 +56,7 @@ class RootOnRanks:
 
     @property
     def runs_slice(self) -> bool:
-        """Whether a rank's slice runs now, so that no rank may decide alone what becomes of it."""
+        """Whether a rank's slice runs now. Then all ranks decide together what becomes of the call."""
         return self._shared is not None and self._shared.runs_slice
 
     def share(self, ranks: int) -> Undo:
@@ -104,7 +104,7 @@ class RootOnRanks:
         return self._root.outliving(together(*undos))
 
     def abandon_call(self, error: BaseException, phase: str) -> None:
-        """Forget a call that ran out of memory in ``phase``, so that it runs again.
+        """Forget a call that ran out of memory in ``phase``: it is to run again.
 
         Raises ``error`` if a backward may have added some gradients of sharded weights already.
         """

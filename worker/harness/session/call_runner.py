@@ -90,7 +90,7 @@ class CallRunner:
     ) -> Callable[[], Any]:
         """Notice a call with gradients of a root whose facts are known.
 
-        Returns what runs the call in the place of ``run``, which it calls.
+        Returns a function that calls ``run`` and is called in its place.
         """
         return run
 
