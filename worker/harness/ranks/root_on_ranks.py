@@ -56,7 +56,7 @@ class RootOnRanks:
 
     @property
     def runs_slice(self) -> bool:
-        """Whether a rank's slice runs now. Then all ranks decide together what becomes of the call."""
+        """Whether a rank's slice runs now: then all ranks decide together what becomes of it."""
         return self._shared is not None and self._shared.runs_slice
 
     def share(self, ranks: int) -> Undo:
